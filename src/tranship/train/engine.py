@@ -1,0 +1,96 @@
+"""What a training engine is. The train, reference and proximal stages use it through this protocol alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tranship.layouts.pieces import Piece
+from tranship.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one optimizer step is normalised by, known before its first backward pass, over all ranks.
+
+    num_tokens: unmasked response tokens. num_sequences: samples with at least one. max_response_tokens: the cap.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    max_response_tokens: int
+
+
+@dataclass
+class LossInputs:
+    """One microbatch as the loss sees it: B samples padded to T response tokens; entries outside the mask mean nothing.
+
+    logprobs_BT: float32, requires grad, of the current weights. old_logprobs_BT, advantages_BT: float32. ref_logprobs_BT,
+    proximal_logprobs_BT: float32 or None. mask_BT: bool.
+    """
+
+    logprobs_BT: torch.Tensor
+    old_logprobs_BT: torch.Tensor
+    advantages_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    ref_logprobs_BT: torch.Tensor | None = None
+    proximal_logprobs_BT: torch.Tensor | None = None
+
+
+# (inputs, totals) -> (scalar loss: this microbatch's share of the step's loss, metrics: name -> (sum, weight)).
+# The sums and weights of all microbatches and ranks are added up, then divided.
+LossFn = Callable[[LossInputs, Totals], tuple[torch.Tensor, dict[str, tuple[float, float]]]]
+
+
+class TrainEngine(Protocol):
+    """One replica's training weights and their update."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable elements, each counted once (tied ones too)."""
+        ...
+
+    def update(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
+        """Train on one batch: `train.minibatches` optimizer steps, split over whole groups in the order given.
+
+        Returns means of the loss's metrics, and loss, grad_norm, learning_rate, num_tokens, tokens_per_s. Raises
+        RunError before the weights change if a gradient is not finite.
+        """
+        ...
+
+    def logprobs(
+        self, prompts: Sequence[np.ndarray], group_of: np.ndarray, responses: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Log-probs float32 [T_n] of each response token under the current weights, without gradients.
+
+        They are those of softmax(logits / temperature), as the sampler reports them.
+        """
+        ...
+
+    def pieces(self) -> list[Piece]:
+        """Where this rank's share of the weights lies, by Hugging Face names; a tied tensor appears once."""
+        ...
+
+    def storage(self, name: str) -> torch.Tensor:
+        """The tensor that pieces call `name`; reading it sees the current weights."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule and random state so that `load` continues bit for bit."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take over what `save` wrote. Raises UserError naming what does not fit."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder (weights in safetensors, config, tokenizer, chat template)."""
+        ...
+
+
+TRAIN_ENGINES: Mapping[str, str] = {"transformers": "tranship.train.transformers_engine:TransformersEngine"}

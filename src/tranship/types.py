@@ -1,0 +1,137 @@
+"""The words that every floor shares: identities, samples, batches, errors. Imports numpy and nothing of ours."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+
+class UserError(ValueError):
+    """Something that the user gave is wrong. The message names the value and what to do about it."""
+
+
+class RunError(RuntimeError):
+    """A run cannot go on. The message names the cause: the stage, the process or the samples."""
+
+
+FinishReason = Literal["stop", "length", "abort"]
+RewardStatus = Literal["scored", "masked", "invalid"]
+
+
+class SampleId(NamedTuple):
+    """A sample's identity; it travels with the sample, and no code derives it from a position.
+
+    group_id: the occurrence of a prompt in the stream (counts from 0; the same prompt in the next epoch is
+    another group). sample_index: which of the group's samples (-1: the group itself, its prompt).
+    attempt: counts deliberate resampling only; work that is redone after a fault keeps its number.
+    """
+
+    group_id: int
+    sample_index: int
+    attempt: int = 0
+
+
+def sample_seed(run_seed: int, sample: SampleId) -> int:
+    """The seed of one sample's random numbers: 63 bits that depend on (run, prompt, sample, attempt) alone."""
+    text = f"{run_seed}/{sample.group_id}/{sample.sample_index}/{sample.attempt}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. The defaults are neutral: the model's own distribution.
+
+    The log-probs that an engine reports are those of softmax(logits / temperature) before top-k, top-p and min-p
+    cut it (temperature 0 is greedy, and reports log-probs at temperature 1).
+    """
+
+    max_response_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a data source, tokenised.
+
+    token_ids: int32 [P], with the chat template applied. text: a view of it for people. extra_info: the row's
+    own dictionary (JSON values). ground_truth: whatever the reward needs (JSON value).
+    """
+
+    index: int
+    token_ids: np.ndarray
+    text: str
+    data_source: str
+    ground_truth: Any = None
+    ability: str = ""
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Response:
+    """What an engine made of one sample.
+
+    token_ids int32 [T]; logprobs float32 [T], of the version that sampled each token; policy_versions int32 [T].
+    An end-of-text token that was sampled is part of token_ids. finish_reason "length" means the cap was reached
+    without one; "abort" means partial output.
+    """
+
+    sample: SampleId
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    policy_versions: np.ndarray
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.token_ids), len(self.logprobs), len(self.policy_versions))
+        assert len(set(lengths)) == 1, (
+            f"ids, logprobs and versions of {self.sample} differ in length: {lengths}"
+        )
+
+
+@dataclass(frozen=True)
+class Score:
+    """A sample's reward: scored (a finite value), masked (no gradient wanted), or invalid with a reason.
+
+    An invalid sample has no gradient and enters no mean; it never becomes a reward of 0.
+    extra: further numbers that the reward function returned (its dict, less "score").
+    """
+
+    status: RewardStatus
+    value: float | None = None
+    reason: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert (self.value is not None) == (self.status == "scored"), f"{self.status} with value {self.value}"
+        assert self.status != "invalid" or self.reason, "an invalid sample needs a reason"
+
+
+@dataclass
+class TrainBatch:
+    """The samples of one optimizer step, ragged, in numpy, with each prompt stored once.
+
+    prompts: G arrays int32 [P_g]. group_of: int64 [N], the index into prompts of each sample. samples: N ids.
+    responses: N arrays int32 [T_n]. response_mask: N arrays bool [T_n], False where the model did not write the
+    token or it must not be trained on. logprobs: N arrays float32 [T_n], of the sampler. advantages: N arrays
+    float32 [T_n]. ref_logprobs, proximal_logprobs: N arrays float32 [T_n] or None.
+    """
+
+    samples: list[SampleId]
+    prompts: list[np.ndarray]
+    group_of: np.ndarray
+    responses: list[np.ndarray]
+    response_mask: list[np.ndarray]
+    logprobs: list[np.ndarray]
+    advantages: list[np.ndarray]
+    ref_logprobs: list[np.ndarray] | None = None
+    proximal_logprobs: list[np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
