@@ -21,14 +21,10 @@ def resolve(name: str, table: Mapping[str, str], what: str) -> Any:
     module_name, _, attribute = target.rpartition(":")
     if not module_name:
         known = ", ".join(sorted(table)) or "none"
-        raise UserError(
-            f"{what}: {name!r} is not known; use one of: {known}; or module:name, or file.py:name"
-        )
+        raise UserError(f"{what}: {name!r} is not known; use one of: {known}; or module:name, or file.py:name")
     module = _load_file(module_name, what) if module_name.endswith(".py") else _load_module(module_name, what)
     if not hasattr(module, attribute):
-        raise UserError(
-            f"{what}: {module_name} has no {attribute!r}: check the name after the colon in {name!r}"
-        )
+        raise UserError(f"{what}: {module_name} has no {attribute!r}: check the name after the colon in {name!r}")
     return getattr(module, attribute)
 
 
@@ -47,7 +43,8 @@ def _load_file(path: str, what: str) -> Any:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, file
+    assert spec is not None, file
+    assert spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

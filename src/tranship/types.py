@@ -90,9 +90,7 @@ class Response:
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.logprobs), len(self.policy_versions))
-        assert len(set(lengths)) == 1, (
-            f"ids, logprobs and versions of {self.sample} differ in length: {lengths}"
-        )
+        assert len(set(lengths)) == 1, f"ids, logprobs and versions of {self.sample} differ in length: {lengths}"
 
 
 @dataclass(frozen=True)

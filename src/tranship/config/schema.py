@@ -21,9 +21,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which language model."""
 
-    path: str = Field(
-        description="A Hugging Face folder, a hub name, or a name that `tranship model get` knows."
-    )
+    path: str = Field(description="A Hugging Face folder, a hub name, or a name that `tranship model get` knows.")
     trust_remote_code: bool = Field(False, description="Run Python code that the model folder brings.")
 
 
@@ -31,9 +29,7 @@ class DataSourceConfig(Section):
     """Where prompts come from."""
 
     source: str = Field(description="`sums`, a .jsonl or .parquet file in verl's schema, or module:name.")
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the source (`sums`: low, high, ...)."
-    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the source (`sums`: low, high, ...).")
     limit: int | None = Field(None, ge=1, description="Use only the first so many rows.")
 
 
@@ -47,12 +43,8 @@ class DataConfig(Section):
         "refuse", description="refuse: stop at start and name the rows; drop: count them."
     )
     shuffle: bool = True
-    system_prompt: str | None = Field(
-        None, description="Put before each prompt that has no system message of its own."
-    )
-    template_args: dict[str, Any] = Field(
-        default_factory=dict, description="Further arguments of the chat template."
-    )
+    system_prompt: str | None = Field(None, description="Put before each prompt that has no system message of its own.")
+    template_args: dict[str, Any] = Field(default_factory=dict, description="Further arguments of the chat template.")
 
 
 class RolloutConfig(Section):
@@ -69,9 +61,7 @@ class RolloutConfig(Section):
         (), description="Ends of a response besides the model's own end-of-text ids."
     )
     ignore_eos: bool = Field(False, description="Let every response run to the cap (benchmarks).")
-    dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="The precision of the sampler's weights and cache."
-    )
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="The precision of the sampler's weights and cache.")
     max_running: int = Field(64, ge=1, description="Samples that are decoded at the same time.")
     on_update: Literal["recompute", "keep"] = Field(
         "recompute", description="The KV cache of unfinished responses when new weights arrive."
@@ -81,19 +71,11 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     """How responses are scored."""
 
-    function: str = Field(
-        "exact_integer", description="A built-in name, file.py:function, or module:function."
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="Further keyword arguments of the function."
-    )
+    function: str = Field("exact_integer", description="A built-in name, file.py:function, or module:function.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of the function.")
     num_workers: int = Field(1, ge=1, description="Processes that run the function.")
-    timeout_s: float = Field(
-        10.0, gt=0, description="A call that takes longer is stopped; its sample is invalid."
-    )
-    max_invalid_steps: int = Field(
-        3, ge=1, description="Stop after so many steps in a row without a scored sample."
-    )
+    timeout_s: float = Field(10.0, gt=0, description="A call that takes longer is stopped; its sample is invalid.")
+    max_invalid_steps: int = Field(3, ge=1, description="Stop after so many steps in a row without a scored sample.")
 
 
 class KlConfig(Section):
@@ -107,17 +89,13 @@ class AlgorithmConfig(Section):
     """From rewards to a loss."""
 
     name: Literal["grpo"] = Field("grpo", description="The table of stages.")
-    advantage: str = Field(
-        "grpo", description="An entry of the table of advantage estimators, or module:name."
-    )
+    advantage: str = Field("grpo", description="An entry of the table of advantage estimators, or module:name.")
     advantage_args: dict[str, Any] = Field(default_factory=dict, description="grpo: scale_by_std (true).")
     loss: str = Field("clip", description="An entry of the table of policy losses, or module:name.")
     aggregation: Aggregation = "token-mean"
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0)
-    dual_clip: float | None = Field(
-        None, gt=1, description="Bound of the loss for negative advantages; null: off."
-    )
+    dual_clip: float | None = Field(None, gt=1, description="Bound of the loss for negative advantages; null: off.")
     kl: KlConfig = KlConfig()
     keep_groups_without_signal: bool = Field(
         False, description="Train on groups whose advantages are all 0 too (they only add to the normaliser)."
@@ -158,14 +136,10 @@ class PlacementConfig(Section):
     runtime: Literal["inline", "ray"] = Field(
         "inline", description="inline: this process; ray: processes of a Ray cluster."
     )
-    layout: Literal["fused", "split"] = Field(
-        "fused", description="fused: one group trains and generates; split: two."
-    )
+    layout: Literal["fused", "split"] = Field("fused", description="fused: one group trains and generates; split: two.")
     num_samplers: int = Field(1, ge=1, description="Rollout processes of the split layout.")
     device: str = Field("auto", description="auto, cpu, cuda, npu: as torch.accelerator names it.")
-    threads_per_process: int | None = Field(
-        None, ge=1, description="null: cores shared evenly (1 if deterministic)."
-    )
+    threads_per_process: int | None = Field(None, ge=1, description="null: cores shared evenly (1 if deterministic).")
     ray_address: str | None = Field(None, description="null: a Ray of this run's own, on 127.0.0.1.")
 
 
@@ -178,9 +152,7 @@ class DockConfig(Section):
     on_stale: Literal["finish_first", "discard"] = Field(
         "finish_first", description="What happens to a group that would pass the bound."
     )
-    lease_s: float = Field(
-        600.0, gt=0, description="A taken group that is silent for longer goes to another reader."
-    )
+    lease_s: float = Field(600.0, gt=0, description="A taken group that is silent for longer goes to another reader.")
     slab_bytes: int = Field(16 << 20, ge=1 << 16)
     capacity_bytes: int = Field(1 << 30, ge=1 << 20, description="Most payload held at once.")
 
@@ -206,15 +178,11 @@ class ObserveConfig(Section):
     """What is shown and written."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
-    trackers: tuple[str, ...] = Field(
-        ("tensorboard",), description="Entries of the table of trackers, or module:name."
-    )
+    trackers: tuple[str, ...] = Field(("tensorboard",), description="Entries of the table of trackers, or module:name.")
     tensorboard_port: int | None = Field(
         None, ge=1, le=65535, description="Serve TensorBoard on 127.0.0.1 at this port."
     )
-    samples_per_step: int = Field(
-        -1, ge=-1, description="Samples written to samples.jsonl at each step; -1: all."
-    )
+    samples_per_step: int = Field(-1, ge=-1, description="Samples written to samples.jsonl at each step; -1: all.")
 
 
 class RunConfig(Section):
@@ -225,9 +193,7 @@ class RunConfig(Section):
     deterministic: bool = Field(
         False, description="fp32, CPU, one thread per process, ordered decisions: bit-equal repeats."
     )
-    resume: Literal["never", "auto"] = Field(
-        "never", description="auto: go on from the folder's last checkpoint."
-    )
+    resume: Literal["never", "auto"] = Field("never", description="auto: go on from the folder's last checkpoint.")
     export: bool = Field(True, description="Leave the trained model as a Hugging Face folder, RUN/model.")
 
 

@@ -30,8 +30,8 @@ class Totals:
 class LossInputs:
     """One microbatch as the loss sees it: B samples padded to T response tokens; entries outside the mask mean nothing.
 
-    logprobs_BT: float32, requires grad, of the current weights. old_logprobs_BT, advantages_BT: float32. ref_logprobs_BT,
-    proximal_logprobs_BT: float32 or None. mask_BT: bool.
+    logprobs_BT: float32, requires grad, of the current weights. old_logprobs_BT, advantages_BT: float32.
+    ref_logprobs_BT, proximal_logprobs_BT: float32 or None. mask_BT: bool.
     """
 
     logprobs_BT: torch.Tensor
