@@ -1,0 +1,105 @@
+"""What a step and a validation tell the observers: plain typed records, filled by the coordinator. Knows no dock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from tranship.types import FinishReason, RewardStatus
+
+When = Literal["before", "during", "after"]
+
+
+def _empty() -> np.ndarray:
+    return np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """All that is known of one trained batch; N samples in G groups, those that were dropped included.
+
+    step: counts from 1. policy_version: after this step's update. num_groups: groups that this step used up.
+    num_groups_with_signal: those whose advantages are not all 0. dropped_groups: reason -> groups that were not
+    trained on ("no_signal", "too_stale", "invalid", ...).
+    rewards: float [N], read only where `statuses` says "scored". statuses, reasons, finish_reasons: N strings
+    (reason "" unless invalid). response_lengths: int [N], tokens. prompt_lengths: int [N] or [G], tokens.
+    advantages: float [N] or one per token. staleness: int [N], (version at use) - (oldest version of a token).
+    logprob_gap_max, logprob_gap_mean: |trainer - sampler| over tokens of the current version; None if not measured.
+    train: what `TrainEngine.update` returned. reward_extra: means of the further numbers of the reward
+    ("well_formed"). timings_s: stage -> busy seconds ("rollout", "reward", "reference", "advantage", "train",
+    "reshard", ...). dock_wait_s: seconds in which stages waited for the dock's own work. seconds: wall time from the
+    end of the step before (or the start of training) to the end of this one. tokens_generated: response tokens that
+    the samplers made in that time. rss_bytes: resident memory of all processes. num_devices: what throughput is
+    divided by.
+    """
+
+    step: int
+    policy_version: int
+    num_groups: int
+    num_groups_with_signal: int
+    rewards: np.ndarray
+    statuses: Sequence[RewardStatus]
+    finish_reasons: Sequence[FinishReason]
+    response_lengths: np.ndarray
+    prompt_lengths: np.ndarray
+    tokens_generated: int
+    seconds: float
+    timings_s: Mapping[str, float]
+    train: Mapping[str, float]
+    reasons: Sequence[str] = ()
+    dropped_groups: Mapping[str, int] = field(default_factory=dict)
+    advantages: np.ndarray = field(default_factory=_empty)
+    staleness: np.ndarray = field(default_factory=_empty)
+    logprob_gap_max: float | None = None
+    logprob_gap_mean: float | None = None
+    reward_extra: Mapping[str, float] = field(default_factory=dict)
+    dock_wait_s: float = 0.0
+    rss_bytes: int = 0
+    num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.rewards), len(self.statuses), len(self.finish_reasons), len(self.response_lengths)}
+        assert len(lengths) == 1, f"step {self.step}: columns of different lengths {sorted(lengths)}"
+        assert not self.reasons or len(self.reasons) in lengths, f"step {self.step}: {len(self.reasons)} reasons"
+
+    @property
+    def scored_rewards(self) -> np.ndarray:
+        """float64 [number scored]: the rewards that exist."""
+        scored = np.array([status == "scored" for status in self.statuses], dtype=bool)
+        return np.asarray(self.rewards, dtype=np.float64)[scored]
+
+    @property
+    def invalid_by_reason(self) -> dict[str, int]:
+        """Invalid samples of this step by reason ("unknown" where none was given)."""
+        reasons = self.reasons or [""] * len(self.statuses)
+        counts: dict[str, int] = {}
+        for status, reason in zip(self.statuses, reasons, strict=True):
+            if status == "invalid":
+                counts[reason or "unknown"] = counts.get(reason or "unknown", 0) + 1
+        return counts
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """Scores on held-out prompts at one moment.
+
+    when: "before" the first step, "during", or "after" the last. step: trained batches so far. score: mean score of
+    the sampled responses (accuracy where scores are 0 or 1); score_greedy: of one greedy response each, or None.
+    scores: data source -> mean score under sampling. samples_per_prompt: for the metric's name. extra, extra_greedy:
+    means of the further numbers of the reward. invalid: reason -> samples (they enter no mean).
+    """
+
+    when: When
+    step: int
+    score: float
+    score_greedy: float | None
+    num_prompts: int
+    samples_per_prompt: int
+    seconds: float
+    scores: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, float] = field(default_factory=dict)
+    extra_greedy: Mapping[str, float] = field(default_factory=dict)
+    invalid: Mapping[str, int] = field(default_factory=dict)
