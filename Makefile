@@ -1,0 +1,59 @@
+# make demo | test | check | bench | bench-env | clean; the environment is made on first use, in .venv.
+#
+# Another build of torch (CUDA, ROCm, CPU only):
+#   make demo TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_ARGS ?=
+PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tranship/peers
+TRL ?= trl==1.16.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+STAMP := $(VENV)/.installed
+
+.PHONY: env demo test check bench bench-env clean
+.DELETE_ON_ERROR:
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tranship needs Python 3.11 or newer, not %s: make PYTHON=python3.12 ..." % sys.version.split()[0])'
+	@echo "Making the environment $(VENV): $(TORCH), then the rest of constraints.txt"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -c constraints.txt $(TORCH_ARGS) $(TORCH)
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/tranship model get smollm2-135m
+	$(BIN)/tranship train recipes/demo.yaml
+
+test: $(STAMP)
+	$(BIN)/pytest
+
+check: export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(STAMP)
+	$(BIN)/tranship bench e2e --quick
+
+bench-env: $(PEERS)/trl/.installed-$(TRL)
+
+# Peers have environments of their own, so that their versions never decide ours.
+$(PEERS)/trl/.installed-$(TRL):
+	@echo "Making the environment of a peer, $(PEERS)/trl: $(TORCH), $(TRL)"
+	@$(PYTHON) -m venv $(PEERS)/trl
+	@$(PEERS)/trl/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH_ARGS) $(TORCH)
+	@$(PEERS)/trl/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH) $(TRL)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
