@@ -118,7 +118,8 @@ class TrainBatch:
     prompts: G arrays int32 [P_g]. group_of: int64 [N], the index into prompts of each sample. samples: N ids.
     responses: N arrays int32 [T_n]. response_mask: N arrays bool [T_n], False where the model did not write the
     token or it must not be trained on. logprobs: N arrays float32 [T_n], of the sampler. advantages: N arrays
-    float32 [T_n]. ref_logprobs, proximal_logprobs: N arrays float32 [T_n] or None.
+    float32 [T_n]. ref_logprobs, proximal_logprobs: N arrays float32 [T_n] or None. on_policy: N arrays bool [T_n] or
+    None, True where the token was sampled by the version that is being trained (the log-prob gap is measured there).
     """
 
     samples: list[SampleId]
@@ -130,6 +131,7 @@ class TrainBatch:
     advantages: list[np.ndarray]
     ref_logprobs: list[np.ndarray] | None = None
     proximal_logprobs: list[np.ndarray] | None = None
+    on_policy: list[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -84,8 +84,8 @@ class RolloutEngine(Protocol):
         running samples as configured, and use the new version."""
         ...
 
-    def probe(self, token_ids: np.ndarray) -> np.ndarray:
-        """Log-probs float32 [L - 1] of tokens 1.. of a sequence int32 [L] given those before (temperature 1)."""
+    def probe(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        """Log-probs float32 [L - 1] of tokens 1.. of a sequence int32 [L] given those before."""
         ...
 
     def sleep(self) -> None:

@@ -31,7 +31,7 @@ class LossInputs:
     """One microbatch as the loss sees it: B samples padded to T response tokens; entries outside the mask mean nothing.
 
     logprobs_BT: float32, requires grad, of the current weights. old_logprobs_BT, advantages_BT: float32.
-    ref_logprobs_BT, proximal_logprobs_BT: float32 or None. mask_BT: bool.
+    ref_logprobs_BT, proximal_logprobs_BT: float32 or None. mask_BT: bool. on_policy_BT: bool or None (TrainBatch.on_policy).
     """
 
     logprobs_BT: torch.Tensor
@@ -40,6 +40,7 @@ class LossInputs:
     mask_BT: torch.Tensor
     ref_logprobs_BT: torch.Tensor | None = None
     proximal_logprobs_BT: torch.Tensor | None = None
+    on_policy_BT: torch.Tensor | None = None
 
 
 # (inputs, totals) -> (scalar loss: this microbatch's share of the step's loss, metrics: name -> (sum, weight)).
@@ -55,8 +56,13 @@ class TrainEngine(Protocol):
         """Trainable elements, each counted once (tied ones too)."""
         ...
 
-    def update(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
+    def update(
+        self, batch: TrainBatch, loss: LossFn, fence: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
         """Train on one batch: `train.minibatches` optimizer steps, split over whole groups in the order given.
+
+        fence is called immediately before each optimizer step; what it raises leaves the weights as they are.
+        The loss may raise too, with the same effect: gradients are dropped.
 
         Returns means of the loss's metrics, and loss, grad_norm, learning_rate, num_tokens, tokens_per_s. Raises
         RunError before the weights change if a gradient is not finite.
