@@ -1,0 +1,51 @@
+"""A picture of reward and validation over the steps, from metrics.jsonl. Needs matplotlib (the extra `plot`)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from tranship.observe.jsonl import read_jsonl
+from tranship.types import UserError
+
+_REWARD = "critic/score/mean"
+_VALIDATION = {"val/score": "validation, sampled", "val/score_greedy": "validation, greedy"}
+
+
+def draw_curve(run_dir: Path) -> Path:
+    """Write RUN/curve.png and return its path.
+
+    Raises UserError without matplotlib, saying how to get it, and without a step to draw.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError('the curve needs matplotlib, which is not installed: pip install "tranship[plot]"')
+    rows = list(read_jsonl(run_dir / "metrics.jsonl"))
+    if not rows:
+        raise UserError(f"{run_dir / 'metrics.jsonl'} has no line to draw: train at least one step")
+    # The Agg canvas by hand: pyplot would look for a display and keep global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(*_series(rows, _REWARD), color="tab:blue", linewidth=1.5, label="reward of training samples")
+    for (name, label), color in zip(_VALIDATION.items(), ("tab:orange", "tab:green"), strict=True):
+        steps, values = _series(rows, name)
+        if steps:
+            axes.plot(steps, values, color=color, marker="o", linestyle="--", label=label)
+    axes.set(xlabel="step", ylabel="mean score", title=run_dir.resolve().name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = run_dir / "curve.png"
+    temporary = run_dir / "curve.part.png"
+    figure.savefig(temporary, dpi=150)
+    temporary.replace(path)
+    return path
+
+
+def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """The steps that have the metric, and its values there."""
+    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in found], [value for _, value in found]

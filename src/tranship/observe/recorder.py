@@ -1,0 +1,154 @@
+"""Everything that a run leaves to look at goes through one Recorder: metrics, events, samples, console, TensorBoard.
+
+Files in the run's folder: metrics.jsonl (a line per step and validation), events.jsonl, samples.jsonl, tensorboard/.
+A resumed run goes on in the same files; lines of steps beyond the resumed one are dropped first, so that no step
+stands twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rich.console import Console
+
+from tranship.config.schema import ObserveConfig
+from tranship.observe.board import BoardServer
+from tranship.observe.console import make_view
+from tranship.observe.jsonl import JsonlWriter, keep_rows, read_jsonl
+from tranship.observe.metrics import json_safe, step_metrics, validation_metrics
+from tranship.observe.record import StepRecord, ValidationRecord
+from tranship.observe.totals import RunTotals
+from tranship.observe.trackers import make_tracker
+
+
+class SampleRow(TypedDict):
+    """One line of samples.jsonl, less `step`.
+
+    input, output, gts, score (and step) are the names of verl's rollout dump. score: None unless status is "scored".
+    advantage: None if the sample was not trained on. logprob_mean: of the sampler. versions: [oldest, newest] policy
+    version of its tokens. extra: further numbers of the reward.
+    """
+
+    input: str
+    output: str
+    gts: Any
+    score: float | None
+    group_id: int
+    sample_index: int
+    attempt: int
+    status: str
+    reason: str
+    finish_reason: str
+    advantage: float | None
+    logprob_mean: float | None
+    versions: list[int]
+    num_tokens: int
+    extra: dict[str, Any]
+
+
+class Recorder:
+    """Writes and shows what the coordinator tells it. One per run, used from one thread."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        observe: ObserveConfig,
+        *,
+        total_steps: int,
+        resumed_step: int | None = None,
+        terminal: Console | None = None,
+    ) -> None:
+        """resumed_step: the last step that counts (0: before the first), or None to start afresh and drop what an
+        earlier run left in the files. terminal: where to show; None: standard output."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self._totals = RunTotals()
+        self._limit = observe.samples_per_step
+        # First, so that a port in use stops the run before anything is dropped.
+        self._board = BoardServer(run_dir, observe.tensorboard_port) if observe.tensorboard_port else None
+        names = dict.fromkeys(("jsonl", *observe.trackers))
+        self._trackers = [make_tracker(name, run_dir, resumed_step) for name in names]
+        _cut(run_dir, resumed_step)
+        for row in read_jsonl(run_dir / "metrics.jsonl"):
+            self._totals.add(row["kind"], row["step"], row)
+        self._events = JsonlWriter(run_dir / "events.jsonl")
+        self._samples = JsonlWriter(run_dir / "samples.jsonl")
+        self._view = make_view(observe.console, terminal, total_steps, run_dir.resolve().name)
+        self._closed = False
+        self.event("start" if resumed_step is None else "resume", {"step": resumed_step or 0})
+        if self._board:
+            self.event("tensorboard", {"url": self._board.url}, say=f"TensorBoard: {self._board.url}")
+
+    @property
+    def tensorboard_url(self) -> str | None:
+        """Where the TensorBoard server of this run answers; None without one."""
+        return self._board.url if self._board else None
+
+    def validated(self, when: str) -> dict[str, Any] | None:
+        """The metrics (and `step`) of this run's last validation of a kind, also by an earlier process; or None."""
+        return self._totals.validations.get(when)
+
+    def step(self, record: StepRecord) -> dict[str, float]:
+        """Log one trained batch; its flat metrics."""
+        metrics = step_metrics(record)
+        self._log("step", record.step, metrics)
+        self._view.step(record, metrics)
+        return metrics
+
+    def validation(self, record: ValidationRecord) -> dict[str, float]:
+        """Log one validation; its flat metrics."""
+        metrics = validation_metrics(record)
+        self._log(record.when, record.step, metrics)
+        self._view.validation(record)
+        return metrics
+
+    def event(self, kind: str, values: Mapping[str, Any], *, say: str = "") -> None:
+        """Append to events.jsonl (JSON values); `say` is shown on the console as well."""
+        self._events.write({"time": round(time.time(), 3), "kind": kind} | dict(values))
+        if say:
+            self._view.say(say)
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Append a step's samples to samples.jsonl: the first `samples_per_step` (-1: all), and every invalid one."""
+        for index, row in enumerate(rows):
+            if self._limit < 0 or index < self._limit or row["status"] == "invalid":
+                self._samples.write({"step": step} | _row(row))
+
+    def totals(self) -> dict[str, Any]:
+        """The keys of summary.json that follow from what was logged: steps, val_*, train_seconds, tokens_*, invalid."""
+        return self._totals.summary()
+
+    def close(self, status: str) -> None:
+        """Show the end, close every file and stop the TensorBoard server. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.event("end", {"status": status, "step": self._totals.steps})
+        self._view.close(status)
+        for thing in (*self._trackers, self._events, self._samples, *([self._board] if self._board else [])):
+            thing.close()
+
+    def _log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        self._totals.add(kind, step, metrics)
+        for tracker in self._trackers:
+            tracker.log(kind, step, metrics)
+
+
+def _cut(run_dir: Path, resumed_step: int | None) -> None:
+    """Drop the samples of steps that will be done again; events are history and stay, unless the run is a new one."""
+    if resumed_step is None:
+        for name in ("samples.jsonl", "events.jsonl"):
+            (run_dir / name).unlink(missing_ok=True)
+        return
+    keep_rows(run_dir / "samples.jsonl", lambda row: row["step"] <= resumed_step)
+    keep_rows(run_dir / "events.jsonl", lambda row: True)  # Only to lose a line that a kill tore.
+
+
+def _row(row: SampleRow) -> dict[str, Any]:
+    """The row with null where a number is not finite."""
+    numbers = {name: value for name, value in row.items() if isinstance(value, float)}
+    extra = {name: value for name, value in row["extra"].items() if isinstance(value, float)}
+    return dict(row) | json_safe(numbers) | {"extra": row["extra"] | json_safe(extra)}

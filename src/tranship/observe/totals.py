@@ -1,0 +1,53 @@
+"""Running sums of a run, fed with the lines of metrics.jsonl as they are logged, or read back after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_INVALID = "samples/invalid/"
+
+
+class RunTotals:
+    """What summary.json says about steps, speed, invalid samples and validations."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.train_seconds = 0.0
+        self.tokens_generated = 0
+        self.invalid: dict[str, int] = {}
+        self.validations: dict[str, dict[str, Any]] = {}
+
+    def add(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Count one line. Of several validations of one kind the last stands."""
+        if kind != "step":
+            self.validations[kind] = dict(metrics) | {"kind": kind, "step": step}
+            return
+        self.steps = max(self.steps, step)
+        self.train_seconds += metrics["timing_s/step"]
+        self.tokens_generated += int(metrics["perf/tokens_generated"])
+        for name, count in metrics.items():
+            if name.startswith(_INVALID):
+                reason = name.removeprefix(_INVALID)
+                self.invalid[reason] = self.invalid.get(reason, 0) + int(count)
+
+    def summary(self) -> dict[str, Any]:
+        """The keys of summary.json that follow from the metrics; null where there was no such validation."""
+        speed = self.tokens_generated / self.train_seconds if self.train_seconds > 0 else 0.0
+        values: dict[str, Any] = {
+            "steps": self.steps,
+            "train_seconds": round(self.train_seconds, 3),
+            "tokens_generated": self.tokens_generated,
+            "tokens_per_s": round(speed, 2),
+            "invalid": self.invalid,
+        }
+        for when in ("before", "after"):
+            metrics = self.validations.get(when, {})
+            for key, name in (
+                ("val", "val/score"),
+                ("val_greedy", "val/score_greedy"),
+                ("val_well_formed", "val/well_formed"),
+                ("val_well_formed_greedy", "val/well_formed_greedy"),
+            ):
+                values[f"{key}_{when}"] = metrics.get(name)
+        return values

@@ -1,0 +1,44 @@
+"""The curve is a picture of what metrics.jsonl says; without matplotlib the error says how to get it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tranship.observe.curve import draw_curve
+from tranship.observe.trackers import JsonlTracker
+from tranship.types import UserError
+
+
+def write_metrics(run_dir: Path) -> None:
+    tracker = JsonlTracker(run_dir, None)
+    tracker.log("before", 0, {"val/score": 0.1, "val/score_greedy": 0.2})
+    tracker.log("step", 1, {"critic/score/mean": 0.3})
+    tracker.log("step", 2, {"actor/loss": 0.3})  # A step without a scored sample has no point.
+    tracker.log("after", 2, {"val/score": 0.7, "val/score_greedy": 0.8})
+    tracker.close()
+
+
+def test_it_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_metrics(tmp_path)
+    path = draw_curve(tmp_path)
+    assert path == tmp_path / "curve.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 5000
+    assert not (tmp_path / "curve.part.png").exists()
+
+
+def test_without_matplotlib_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_metrics(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"tranship\[plot\]"):
+        draw_curve(tmp_path)
+
+
+def test_without_a_step_there_is_nothing_to_draw(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UserError, match="at least one step"):
+        draw_curve(tmp_path)
