@@ -11,10 +11,10 @@ PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tranship/peers
 TRL ?= trl==1.16.0
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 
-.PHONY: env demo test check bench bench-env clean
+.PHONY: env demo test check bench bench-env names clean
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -38,7 +38,7 @@ check: export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(STAMP)
@@ -50,9 +50,13 @@ bench-env: $(PEERS)/trl/.installed-$(TRL)
 $(PEERS)/trl/.installed-$(TRL):
 	@echo "Making the environment of a peer, $(PEERS)/trl: $(TORCH), $(TRL)"
 	@$(PYTHON) -m venv $(PEERS)/trl
-	@$(PEERS)/trl/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH_ARGS) $(TORCH)
-	@$(PEERS)/trl/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH) $(TRL)
+	@$(PEERS)/trl/bin/python -m pip --disable-pip-version-check install -qq $(TORCH_ARGS) $(TORCH)
+	@$(PEERS)/trl/bin/python -m pip --disable-pip-version-check install -qq $(TORCH) $(TRL)
 	@touch $@
+
+# The page of other systems' names for our keys.
+names: $(STAMP)
+	$(BIN)/python -c 'from tranship.config.vocabulary import page; print(page(), end="")' > docs/names.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
