@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tranship.observe.jsonl import read_jsonl
-from tranship.types import UserError
 
 _REWARD = "critic/score/mean"
 _VALIDATION = {"val/score": "validation, sampled", "val/score_greedy": "validation, greedy"}
 
 
-def draw_curve(run_dir: Path) -> Path:
-    """Write RUN/curve.png and return its path.
-
-    Raises UserError without matplotlib, saying how to get it, and without a step to draw.
-    """
+def draw_curve(run_dir: Path, say: Callable[[str], None] = print) -> Path | None:
+    """Write RUN/curve.png and return its path. A run goes without it, and `say` is told why, where matplotlib is
+    missing or there is no step to draw."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError('the curve needs matplotlib, which is not installed: pip install "tranship[plot]"')
+        say('no curve.png without matplotlib: pip install "tranship[plot]"')
+        return None
     rows = list(read_jsonl(run_dir / "metrics.jsonl"))
     if not rows:
-        raise UserError(f"{run_dir / 'metrics.jsonl'} has no line to draw: train at least one step")
+        say("no curve.png: no step was completed")
+        return None
     # The Agg canvas by hand: pyplot would look for a display and keep global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -59,3 +60,14 @@ def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict
                 dropped.append(row)
     os.replace(temporary, path)
     return dropped
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with None where a number, or one of a dictionary in it, is NaN or infinite: JSON has neither."""
+    return {name: _finite_value(value) for name, value in row.items()}
+
+
+def _finite_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return finite(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

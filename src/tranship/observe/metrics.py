@@ -5,7 +5,6 @@ A number that does not exist (the mean of no scored sample) is left out, never w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -36,10 +35,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("finish_reasons", "response/aborted_ratio", True, "share of responses that were aborted"),
     Metric("prompt_lengths", "prompt_length/mean|max|min", True, "tokens, template included"),
     Metric("train.loss", "actor/loss", True, "the whole loss"),
-    Metric("train.pg_loss", "actor/pg_loss", True, "the policy term of the loss"),
-    Metric("train.clip_fraction", "actor/pg_clipfrac", True, "share of tokens whose gradient the clip removed"),
-    Metric("train.dual_clip_fraction", "actor/pg_clipfrac_lower", True, "share of tokens at the dual clip's bound"),
-    Metric("train.approx_kl", "actor/ppo_kl", True, "mean of old - new log-prob"),
+    Metric("train.pg_loss", "actor/pg_loss", True, "the policy term of the loss; without a KL term, the loss"),
+    Metric("train.clip_frac", "actor/pg_clipfrac", True, "share of tokens whose gradient the clip removed"),
+    Metric("train.dual_clip_frac", "actor/pg_clipfrac_lower", True, "share of tokens at the dual clip's bound"),
+    Metric("train.approx_kl", "actor/ppo_kl", True, "KL between sampler and current policy (k3; verl: k1)"),
     Metric("train.kl", "actor/kl_loss", True, "KL to the reference, before its coefficient"),
     Metric("train.entropy", "actor/entropy", True, "entropy of the policy per token"),
     Metric("train.grad_norm", "actor/grad_norm", True, "norm of the gradient before clipping"),
@@ -142,7 +141,10 @@ def validation_metrics(record: ValidationRecord) -> dict[str, float]:
 
 
 def _train_metrics(train: Mapping[str, float]) -> dict[str, float]:
-    return {_TRAIN.get(name, f"actor/{name}"): value for name, value in train.items()}
+    written = {_TRAIN.get(name, f"actor/{name}"): value for name, value in train.items()}
+    if "loss" in train and "kl" not in train:
+        written.setdefault("actor/pg_loss", train["loss"])
+    return written
 
 
 def _speed(record: StepRecord) -> dict[str, float]:
@@ -178,8 +180,3 @@ def _number(value: float) -> float:
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return int(value)
     return float(value)
-
-
-def json_safe(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """The same numbers with null where JSON has none (NaN, infinities)."""
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -1,8 +1,8 @@
 """Everything that a run leaves to look at goes through one Recorder: metrics, events, samples, console, TensorBoard.
 
-Files in the run's folder: metrics.jsonl (a line per step and validation), events.jsonl, samples.jsonl, tensorboard/.
-A resumed run goes on in the same files; lines of steps beyond the resumed one are dropped first, so that no step
-stands twice.
+Files in the run's folder: metrics.jsonl (a line per step and validation), events.jsonl, samples.jsonl,
+val_samples.jsonl, tensorboard/. A resumed run goes on in the same files; lines of steps beyond the resumed one are
+dropped first, so that no step stands twice.
 """
 
 from __future__ import annotations
@@ -10,43 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from rich.console import Console
 
 from tranship.config.schema import ObserveConfig
 from tranship.observe.board import BoardServer
 from tranship.observe.console import make_view
-from tranship.observe.jsonl import JsonlWriter, keep_rows, read_jsonl
-from tranship.observe.metrics import json_safe, step_metrics, validation_metrics
+from tranship.observe.jsonl import JsonlWriter, finite, keep_rows, read_jsonl
+from tranship.observe.metrics import step_metrics, validation_metrics
 from tranship.observe.record import StepRecord, ValidationRecord
 from tranship.observe.totals import RunTotals
 from tranship.observe.trackers import make_tracker
-
-
-class SampleRow(TypedDict):
-    """One line of samples.jsonl, less `step`.
-
-    input, output, gts, score (and step) are the names of verl's rollout dump. score: None unless status is "scored".
-    advantage: None if the sample was not trained on. logprob_mean: of the sampler. versions: [oldest, newest] policy
-    version of its tokens. extra: further numbers of the reward.
-    """
-
-    input: str
-    output: str
-    gts: Any
-    score: float | None
-    group_id: int
-    sample_index: int
-    attempt: int
-    status: str
-    reason: str
-    finish_reason: str
-    advantage: float | None
-    logprob_mean: float | None
-    versions: list[int]
-    num_tokens: int
-    extra: dict[str, Any]
 
 
 class Recorder:
@@ -76,6 +51,7 @@ class Recorder:
             self._totals.add(row["kind"], row["step"], row)
         self._events = JsonlWriter(run_dir / "events.jsonl")
         self._samples = JsonlWriter(run_dir / "samples.jsonl")
+        self._val_samples = JsonlWriter(run_dir / "val_samples.jsonl")
         self._view = make_view(observe.console, terminal, total_steps, run_dir.resolve().name)
         self._closed = False
         self.event("start" if resumed_step is None else "resume", {"step": resumed_step or 0})
@@ -111,11 +87,22 @@ class Recorder:
         if say:
             self._view.say(say)
 
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Append a step's samples to samples.jsonl: the first `samples_per_step` (-1: all), and every invalid one."""
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append a step's samples to samples.jsonl: the first `samples_per_step` (-1: all), and every invalid one.
+
+        Rows have JSON values: input, output, gts, score (the names of verl's rollout dump, with step; score is None
+        unless status is "scored"), group_id, sample_index, attempt, status, reason, finish_reason, num_tokens,
+        advantage, logprob_mean (of the sampler), versions ([oldest, newest] of its tokens), extra (further numbers
+        of the reward).
+        """
         for index, row in enumerate(rows):
             if self._limit < 0 or index < self._limit or row["status"] == "invalid":
-                self._samples.write({"step": step} | _row(row))
+                self._samples.write({"step": step} | finite(row))
+
+    def validation_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append the samples of a validation to val_samples.jsonl: all of them, rows as in `samples`."""
+        for row in rows:
+            self._val_samples.write({"step": step} | finite(row))
 
     def totals(self) -> dict[str, Any]:
         """The keys of summary.json that follow from what was logged: steps, val_*, train_seconds, tokens_*, invalid."""
@@ -128,8 +115,10 @@ class Recorder:
         self._closed = True
         self.event("end", {"status": status, "step": self._totals.steps})
         self._view.close(status)
-        for thing in (*self._trackers, self._events, self._samples, *([self._board] if self._board else [])):
-            thing.close()
+        for file in (*self._trackers, self._events, self._samples, self._val_samples):
+            file.close()
+        if self._board:
+            self._board.close()
 
     def _log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         self._totals.add(kind, step, metrics)
@@ -140,15 +129,9 @@ class Recorder:
 def _cut(run_dir: Path, resumed_step: int | None) -> None:
     """Drop the samples of steps that will be done again; events are history and stay, unless the run is a new one."""
     if resumed_step is None:
-        for name in ("samples.jsonl", "events.jsonl"):
+        for name in ("samples.jsonl", "val_samples.jsonl", "events.jsonl"):
             (run_dir / name).unlink(missing_ok=True)
         return
-    keep_rows(run_dir / "samples.jsonl", lambda row: row["step"] <= resumed_step)
+    for name in ("samples.jsonl", "val_samples.jsonl"):
+        keep_rows(run_dir / name, lambda row: row["step"] <= resumed_step)
     keep_rows(run_dir / "events.jsonl", lambda row: True)  # Only to lose a line that a kill tore.
-
-
-def _row(row: SampleRow) -> dict[str, Any]:
-    """The row with null where a number is not finite."""
-    numbers = {name: value for name, value in row.items() if isinstance(value, float)}
-    extra = {name: value for name, value in row["extra"].items() if isinstance(value, float)}
-    return dict(row) | json_safe(numbers) | {"extra": row["extra"] | json_safe(extra)}

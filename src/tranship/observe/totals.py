@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tranship.observe.jsonl import finite
+
 _INVALID = "samples/invalid/"
 
 
@@ -21,7 +23,7 @@ class RunTotals:
     def add(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Count one line. Of several validations of one kind the last stands."""
         if kind != "step":
-            self.validations[kind] = dict(metrics) | {"kind": kind, "step": step}
+            self.validations[kind] = finite(metrics) | {"kind": kind, "step": step}
             return
         self.steps = max(self.steps, step)
         self.train_seconds += metrics["timing_s/step"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from tranship.lookup import resolve
-from tranship.observe.jsonl import JsonlWriter, keep_rows
-from tranship.observe.metrics import json_safe
+from tranship.observe.jsonl import JsonlWriter, finite, keep_rows
 
 
 class Tracker(Protocol):
@@ -32,6 +31,12 @@ TRACKERS: Mapping[str, str] = {
 }
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError, listing the known ones, if a name stands for no tracker."""
+    for name in names:
+        resolve(name, TRACKERS, "observe.trackers")
+
+
 def make_tracker(name: str, run_dir: Path, resumed_step: int | None) -> Tracker:
     """The tracker that the setting names. Raises UserError listing the known ones."""
     return resolve(name, TRACKERS, "observe.trackers")(run_dir, resumed_step)
@@ -50,7 +55,7 @@ class JsonlTracker:
 
     def log(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line."""
-        self._writer.write({"kind": kind, "step": step, "time": round(time.time(), 3)} | json_safe(metrics))
+        self._writer.write({"kind": kind, "step": step, "time": round(time.time(), 3)} | finite(metrics))
 
     def close(self) -> None:
         """Close the file."""

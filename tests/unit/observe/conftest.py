@@ -28,7 +28,7 @@ def _step_record(step: int, **changed: Any) -> StepRecord:
         "staleness": np.zeros(4, dtype=np.int64),
         "logprob_gap_max": 1e-5,
         "logprob_gap_mean": 1e-6,
-        "train": {"pg_loss": 0.5, "clip_fraction": 0.125, "learning_rate": 2e-5, "something_new": 7.0},
+        "train": {"pg_loss": 0.5, "clip_frac": 0.125, "learning_rate": 2e-5, "something_new": 7.0},
         "reward_extra": {"well_formed": 0.75},
         "timings_s": {"rollout": 1.0, "reward": 0.5, "train": 2.0},
         "dock_wait_s": 0.04,

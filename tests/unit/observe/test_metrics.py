@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tranship.observe.metrics import METRICS, json_safe, step_metrics, validation_metrics
+from tranship.observe.jsonl import finite
+from tranship.observe.metrics import METRICS, step_metrics, validation_metrics
 from tranship.observe.record import StepRecord, ValidationRecord
 
 MakeStep = Callable[..., StepRecord]
@@ -88,7 +89,7 @@ def test_metrics_are_plain_numbers_that_go_into_json(step_record: MakeStep) -> N
     metrics = step_metrics(step_record(1, train={"loss": np.float32(np.nan)}))
     assert all(type(value) in (int, float) for value in metrics.values())
     assert math.isnan(metrics["actor/loss"]), "a NaN of the step stays visible"
-    assert json.loads(json.dumps(json_safe(metrics), allow_nan=False))["actor/loss"] is None
+    assert json.loads(json.dumps(finite(metrics), allow_nan=False))["actor/loss"] is None
 
 
 def test_the_table_has_a_row_for_every_name_written(step_record: MakeStep, validation_record: MakeValidation) -> None:
@@ -101,3 +102,8 @@ def test_the_table_has_a_row_for_every_name_written(step_record: MakeStep, valid
 def test_columns_of_different_lengths_are_a_bug(step_record: MakeStep) -> None:
     with pytest.raises(AssertionError, match="different lengths"):
         step_record(1, rewards=np.array([1.0]))
+
+
+def test_without_a_kl_term_the_loss_is_the_policy_loss(step_record: MakeStep) -> None:
+    assert step_metrics(step_record(1, train={"loss": 0.25}))["actor/pg_loss"] == 0.25
+    assert "actor/pg_loss" not in step_metrics(step_record(1, train={"loss": 0.25, "kl": 0.5}))

@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tranship.config.schema import ObserveConfig
 from tranship.observe.record import StepRecord, ValidationRecord
-from tranship.observe.recorder import Recorder, SampleRow
+from tranship.observe.recorder import Recorder
 
 MakeStep = Callable[..., StepRecord]
 MakeValidation = Callable[..., ValidationRecord]
@@ -28,7 +29,7 @@ def open_recorder(run_dir: Path, resumed_step: int | None = None, **observe: obj
     return Recorder(run_dir, config, total_steps=10, resumed_step=resumed_step)
 
 
-def sample(index: int, status: str = "scored", score: float | None = 1.0) -> SampleRow:
+def sample(index: int, status: str = "scored", score: float | None = 1.0) -> dict[str, Any]:
     return {
         "input": "What is 1 + 2?",
         "output": f"答案 {index}",
@@ -160,3 +161,21 @@ def test_an_event_is_written_and_may_be_said(tmp_path: Path) -> None:
     assert kinds == ["start", "checkpoint", "quiet", "end"]
     assert "checkpoint of step 2 [saved]\n" in out.getvalue()
     assert "quiet" not in out.getvalue()
+
+
+def test_samples_of_a_validation_have_a_file_of_their_own(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path, samples_per_step=0)
+    recorder.validation_samples(0, [sample(0) | {"when": "before", "greedy": True}])
+    recorder.validation_samples(3, [sample(1) | {"when": "during", "greedy": False}])
+    recorder.close("finished")
+    open_recorder(tmp_path, resumed_step=2).close("finished")
+    (row,) = rows(tmp_path / "val_samples.jsonl")
+    assert (row["step"], row["when"], row["greedy"], row["logprob_mean"]) == (0, "before", True, None)
+    assert rows(tmp_path / "samples.jsonl") == []
+
+
+def test_a_validation_without_a_scored_sample_has_no_score(tmp_path: Path, validation_record: MakeValidation) -> None:
+    recorder = open_recorder(tmp_path)
+    recorder.validation(validation_record("after", 1, math.nan))
+    recorder.close("finished")
+    assert recorder.totals()["val_after"] is None
