@@ -125,15 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _code(arguments: Sequence[str] | None) -> int:
     try:
-        return app(args=arguments, standalone_mode=False, prog_name="tranship") or 0
+        code = app(args=arguments, standalone_mode=False, prog_name="tranship") or 0
     except UserError as error:
         return _fail("error", str(error), EXIT_USER_ERROR)
     except TyperException as error:
         return _fail("error", _usage(error.format_message()), EXIT_USER_ERROR)
     except RunError as error:
         return _fail("stopped", str(error), EXIT_RUN_ERROR)
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail("stopped", "interrupted", EXIT_INTERRUPTED)
+    return _fail("stopped", "interrupted", code) if code == EXIT_INTERRUPTED else code
 
 
 def _usage(message: str) -> str:
