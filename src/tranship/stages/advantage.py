@@ -59,7 +59,7 @@ class AdvantageStage:
             if batch is None:
                 break
             progress = True
-            with self._watch.time("adv"):
+            with self._watch.time("advantage"):
                 group = self._advantages(batch, batch.groups[0])
                 event = self._event(batch, batch.groups[0], group)
             try:

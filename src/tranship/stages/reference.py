@@ -30,7 +30,7 @@ class ReferenceStage:
             return False
         prompts = batch.group("prompt")
         group_of = np.repeat(np.arange(len(batch.groups)), [group.size for group in batch.groups])
-        with self._watch.time("ref"):
+        with self._watch.time("reference"):
             logprobs = self._engine.logprobs(prompts, group_of, batch["response"])
         with self._watch.time("dock"):
             try:

@@ -56,7 +56,7 @@ class RolloutStage:
         started = self._start_groups()
         if not self._engine.num_unfinished:
             return updated or started
-        with self._watch.time("gen"):
+        with self._watch.time("rollout"):
             finished = self._engine.step()
         for response in finished:
             self._collect(response)

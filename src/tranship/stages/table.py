@@ -1,4 +1,4 @@
-"""The dataflow: which stage reads and writes which columns. An algorithm is a table; a check proves that it is sound."""
+"""The dataflow: which stage reads and writes which columns. An algorithm is a table; a check proves it sound."""
 
 from __future__ import annotations
 
@@ -29,7 +29,16 @@ REWARD = StageSpec("reward", reads=("prompt_info", "response", "finish_reason"),
 REFERENCE = StageSpec("reference", reads=("prompt", "response"), writes=("ref_logprobs",))
 ADVANTAGE = StageSpec(
     "advantage",
-    reads=("prompt", "prompt_info", "response", "response_mask", "logprobs", "policy_versions", "finish_reason", "reward"),
+    reads=(
+        "prompt",
+        "prompt_info",
+        "response",
+        "response_mask",
+        "logprobs",
+        "policy_versions",
+        "finish_reason",
+        "reward",
+    ),
     writes=("advantages", "loss_mask"),
 )
 TRAIN = StageSpec("train", reads=("prompt", "response", "policy_versions", "logprobs", "advantages", "loss_mask"))
@@ -37,7 +46,7 @@ VALIDATE = StageSpec("validate", reads=("prompt", "prompt_info", "response", "fi
 
 
 def stage_table(algorithm: AlgorithmConfig) -> tuple[StageSpec, ...]:
-    """The stages of an algorithm, in the order of the flow. `validate` reads held-out groups; the rest, training ones."""
+    """The stages of an algorithm, in the order of the flow. `validate` reads held-out groups, the rest training ones."""
     if algorithm.kl.coef == 0:
         return (ROLLOUT, REWARD, ADVANTAGE, TRAIN, VALIDATE)
     train = StageSpec(TRAIN.name, reads=(*TRAIN.reads, "ref_logprobs"))
@@ -54,7 +63,9 @@ def check_table(stages: Sequence[StageSpec], sources: Sequence[str] = PROMPT_COL
         names.add(stage.name)
         missing = [column for column in stage.reads if column not in writer]
         if missing:
-            raise UserError(f"stage {stage.name!r} reads {missing}, which no earlier stage writes (written: {list(writer)})")
+            raise UserError(
+                f"stage {stage.name!r} reads {missing}, which no earlier stage writes (written: {list(writer)})"
+            )
         for column in stage.writes:
             if column in writer:
                 raise UserError(f"column {column!r} is written by {writer[column]!r} and again by {stage.name!r}")

@@ -72,7 +72,7 @@ class TrainStage:
 
     def _update(self, batch: Batch) -> dict[str, float]:
         gap = _LogprobGap(self._loss, self._check_stop)
-        with self._watch.time("update_actor"):
+        with self._watch.time("train"):
             metrics = self._engine.update(
                 to_train_batch(batch, self._with_reference), gap, fence=lambda: self._dock.check([batch.lease])
             )

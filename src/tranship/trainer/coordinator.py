@@ -1,0 +1,267 @@
+"""The one coordinator: it admits prompts, advances the version, validates and cuts. Workers obey."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tranship.config import Config
+from tranship.data.stream import PromptStream
+from tranship.dock import DockClient
+from tranship.observe import Recorder, StepRecord, ValidationRecord, When
+from tranship.runtime import Handle
+from tranship.trainer.checkpoint import Cut, write_cut
+from tranship.trainer.preflight import Report
+from tranship.trainer.validation import Validation, mean_extra, prompt_columns
+from tranship.types import RunError
+
+# Longer than any update or transfer that a coordinator should wait for in silence.
+_COMMAND_S = 3600.0
+
+
+class Coordinator:
+    """Decides everything that must be decided once. `tick` handles what has happened since the last one.
+
+    workers: the one that trains comes first. A step's order is: record it, cut if due, publish the weights, advance
+    the dock, tell the samplers, validate if due, admit.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        run_dir: Path,
+        dock: DockClient,
+        workers: Sequence[Handle],
+        events: Callable[[], list[tuple[str, dict[str, Any]]]],
+        recorder: Recorder,
+        decode: Callable[[np.ndarray], str],
+    ) -> None:
+        self._config: Config = report.config
+        self._run_dir = run_dir
+        self._dock = dock
+        self._workers = list(workers)
+        self._trainer = self._workers[0]
+        self._samplers = self._workers[1:]
+        self._events = events
+        self._recorder = recorder
+        self._decode = decode
+        self._stream = PromptStream(report.train.prompts, seed=self._config.run.seed, shuffle=self._config.data.shuffle)
+        self._val_prompts = report.val.prompts if report.val else []
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._trained: deque[dict[str, Any]] = deque()
+        self._validation: Validation | None = None
+        self._invalid_steps = 0
+        self._version = 0
+        self._saved_version = -1
+        self._step_start = time.monotonic()
+        self._not_training_s = 0.0
+        self.done = False
+
+    @property
+    def version(self) -> int:
+        """Batches trained and recorded."""
+        return self._version
+
+    def start(self, cut: Cut | None) -> None:
+        """Begin at the start, or go on from a cut: the groups that were in flight then are admitted again."""
+        again: list[int] = []
+        if cut is not None:
+            state = cut.state
+            self._trainer.call("load", str(cut.folder), timeout_s=_COMMAND_S)
+            again = self._dock.restore(state["dock"])
+            self._version = self._saved_version = state["version"]
+            assert self._dock.version == self._version, (self._dock.version, self._version)
+            self._stream.seek(state["position"])
+            self._invalid_steps = state["invalid_steps"]
+        if self._samplers:
+            pieces = self._samplers[0].call("sampler_pieces", timeout_s=_COMMAND_S)
+            self._trainer.call("serve_weights", pieces, timeout_s=_COMMAND_S)
+        self._publish(self._version)
+        self._dock.admit([(group_id, *self._admission(group_id)) for group_id in again])
+        if cut is None and self._config.validation.before_training and self._val_prompts:
+            self._validate("before")
+        elif self._version == self._config.train.steps:
+            self._end_training()
+        else:
+            self._admit()
+        self._step_start = time.monotonic()
+
+    def tick(self) -> None:
+        """Handle what workers have said, and go on with validation."""
+        self._drain()
+        if self._validation is not None:
+            record = self._validation.collect()
+            if record is not None:
+                self._end_validation(record)
+        while self._trained and self._validation is None and not self.done:
+            self._finish_step(self._trained.popleft())
+
+    def stop(self) -> Path | None:
+        """Save the last completed step before the run ends early; returns the checkpoint (None: none is needed)."""
+        # The answer comes between two steps of the trainer: what it has trained has been said by then.
+        self._trainer.call("batches_trained", timeout_s=_COMMAND_S)
+        self._drain()
+        while self._trained:
+            self._record(self._trained.popleft())
+        return self._cut() if self._version > self._saved_version and self._version > 0 else None
+
+    def _drain(self) -> None:
+        for _, event in self._events():
+            if event["kind"] == "group":
+                self._groups[event["group_id"]] = event
+            elif event["kind"] == "trained":
+                self._trained.append(event)
+
+    def _finish_step(self, event: dict[str, Any]) -> None:
+        self._record(event)
+        last = self._version == self._config.train.steps
+        every = self._config.checkpoint.every_steps
+        if last or (every and self._version % every == 0):
+            self._cut()
+        self._publish(self._version, advance=True)
+        validation = self._config.validation
+        if last:
+            self._end_training()
+        elif validation.every_steps and self._version % validation.every_steps == 0 and self._val_prompts:
+            self._validate("during")
+        if not last:
+            self._admit()
+
+    def _end_training(self) -> None:
+        if self._config.validation.after_training and self._val_prompts:
+            self._validate("after")
+        else:
+            self.done = True
+
+    def _publish(self, version: int, *, advance: bool = False) -> None:
+        ready = self._trainer.call("publish_weights", version, timeout_s=_COMMAND_S)
+        if advance:
+            self._dock.advance(version)
+        for sampler in self._samplers:
+            sampler.submit("announce_weights", ready)
+
+    def _admission(self, group_id: int) -> tuple[int, str, dict[str, Any]]:
+        return self._config.rollout.group_size, "train", prompt_columns(self._stream.at(group_id))
+
+    def _admit(self) -> None:
+        room = min(self._dock.num_admissible(), self._config.groups_total - self._stream.position)
+        if room > 0:
+            self._dock.admit([(group_id, *self._admission(group_id)) for group_id, _ in self._stream.take(room)])
+
+    def _validate(self, when: When) -> None:
+        for sampler in self._samplers:
+            sampler.call("fetch_weights", timeout_s=_COMMAND_S)
+        self._validation = Validation(
+            self._dock,
+            self._val_prompts,
+            self._config.validation,
+            when=when,
+            step=self._version,
+            decode=self._decode,
+        )
+
+    def _end_validation(self, record: ValidationRecord) -> None:
+        assert self._validation is not None
+        self._recorder.validation(record)
+        self._recorder.validation_samples(record.step, self._validation.samples())
+        self._validation = None
+        if record.when == "after":
+            self.done = True
+        elif record.when == "before":
+            self._admit()
+        self._not_training_s += record.seconds
+
+    def _cut(self) -> Path:
+        start = time.monotonic()
+        state = {
+            "version": self._version,
+            "position": self._stream.position,
+            "invalid_steps": self._invalid_steps,
+            "dock": self._dock.snapshot(),
+            "config": self._config.model_dump(mode="json"),
+        }
+        folder = write_cut(
+            self._run_dir,
+            self._version,
+            save=lambda path: self._trainer.call("save", str(path), timeout_s=_COMMAND_S),
+            state=state,
+            keep_last=self._config.checkpoint.keep_last,
+        )
+        self._saved_version = self._version
+        self._not_training_s += time.monotonic() - start
+        self._recorder.event("checkpoint", {"step": self._version, "folder": str(folder)})
+        return folder
+
+    def _record(self, event: dict[str, Any]) -> None:
+        self._version = event["version"] + 1
+        seconds = time.monotonic() - self._step_start - self._not_training_s
+        self._step_start, self._not_training_s = time.monotonic(), 0.0
+        groups = [self._groups.pop(group_id) for group_id in event["groups"] if group_id in self._groups]
+        samples = [sample for group in groups for sample in group["samples"]]
+        self._recorder.step(self._step_record(event, groups, samples, seconds))
+        self._recorder.samples(self._version, samples)
+        self._check_rewards(samples)
+
+    def _step_record(
+        self, event: dict[str, Any], groups: list[dict[str, Any]], samples: list[dict[str, Any]], seconds: float
+    ) -> StepRecord:
+        timings = self._timings()
+        rss = int(timings.pop("rss_bytes", 0))
+        dock_wait = timings.pop("dock", 0.0)
+        outcomes = Counter(group["outcome"] for group in groups)
+        train = dict(event["metrics"])
+        return StepRecord(
+            step=self._version,
+            policy_version=self._version,
+            num_groups=len(event["groups"]),
+            num_groups_with_signal=outcomes["train"],
+            rewards=np.array([_number(sample["score"]) for sample in samples]),
+            statuses=[sample["status"] for sample in samples],
+            reasons=[sample["reason"] for sample in samples],
+            finish_reasons=[sample["finish_reason"] for sample in samples],
+            response_lengths=np.array([sample["num_tokens"] for sample in samples], dtype=np.int64),
+            prompt_lengths=np.array([sample["prompt_tokens"] for sample in samples], dtype=np.int64),
+            advantages=np.array([sample["advantage"] for sample in samples], dtype=np.float32),
+            staleness=np.array(event["staleness"], dtype=np.int64),
+            logprob_gap_max=train.pop("logprob_gap_max", None),
+            logprob_gap_mean=train.pop("logprob_gap_mean", None),
+            tokens_generated=int(sum(sample["num_tokens"] for sample in samples)),
+            seconds=seconds,
+            timings_s=timings,
+            train=train,
+            dropped_groups={reason: count for reason, count in outcomes.items() if reason != "train"},
+            reward_extra=mean_extra(samples),
+            dock_wait_s=dock_wait,
+            rss_bytes=rss,
+            num_devices=len(self._workers),
+        )
+
+    def _timings(self) -> dict[str, float]:
+        """Busy seconds by stage over all workers, of what they did since they were asked last."""
+        total: defaultdict[str, float] = defaultdict(float)
+        for worker in self._workers:
+            for name, seconds in worker.call("timings", timeout_s=_COMMAND_S).items():
+                total[name] += seconds
+        return dict(total)
+
+    def _check_rewards(self, samples: list[dict[str, Any]]) -> None:
+        if any(sample["status"] != "invalid" for sample in samples):
+            self._invalid_steps = 0
+            return
+        self._invalid_steps += 1
+        if self._invalid_steps >= self._config.reward.max_invalid_steps:
+            reasons = Counter(sample["reason"] for sample in samples).most_common(3)
+            said = "; ".join(f"{count} x {reason}" for reason, count in reasons) or "no sample was left"
+            raise RunError(
+                f"no sample of {self._invalid_steps} steps in a row could be scored by "
+                f"reward.function {self._config.reward.function!r}: {said}"
+            )
+
+
+def _number(score: float | None) -> float:
+    return float("nan") if score is None else float(score)

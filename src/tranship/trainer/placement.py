@@ -1,0 +1,32 @@
+"""Placements as values: which worker hosts which stages. The loop is the same for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tranship.config import PlacementConfig
+from tranship.stages import StageSpec
+
+# A stage that is nearer to the update is served first, so that work which is done is used before more is begun.
+_SERVED_FIRST = ("train", "advantage", "reference", "reward", "rollout")
+# Rewards run in processes of their own, which a rollout step of some milliseconds does not hold up as an update would.
+_SAMPLER_STAGES = ("reward", "rollout")
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One worker process: its name and the stages that it hosts, in the order in which they are served."""
+
+    name: str
+    stages: tuple[str, ...]
+
+
+def place(placement: PlacementConfig, table: Sequence[StageSpec]) -> tuple[WorkerPlan, ...]:
+    """The workers of a placement; the one that trains comes first. `validate` belongs to the coordinator."""
+    names = [name for name in _SERVED_FIRST if name in {stage.name for stage in table}]
+    if placement.layout == "fused":
+        return (WorkerPlan("fused", tuple(names)),)
+    trainer = WorkerPlan("trainer", tuple(name for name in names if name not in _SAMPLER_STAGES))
+    sampler_stages = tuple(name for name in names if name in _SAMPLER_STAGES)
+    return (trainer, *(WorkerPlan(f"sampler-{i}", sampler_stages) for i in range(placement.num_samplers)))

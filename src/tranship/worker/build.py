@@ -1,0 +1,86 @@
+"""Engines and stages from a worker's spec."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tranship.algorithms import ADVANTAGES
+from tranship.config import AlgorithmConfig
+from tranship.lookup import resolve
+from tranship.rollout import ROLLOUT_ENGINES, RolloutEngine
+from tranship.train import TRAIN_ENGINES, TrainEngine
+from tranship.types import Sampling, UserError
+from tranship.worker.spec import WorkerSpec
+
+
+def build_rollout_engine(spec: WorkerSpec) -> RolloutEngine:
+    """An engine without weights yet. UserError if it cannot do what the configuration asks for."""
+    rollout, run = spec.config.rollout, spec.config.run
+    engine_class = resolve(rollout.engine, ROLLOUT_ENGINES, "rollout.engine")
+    engine: RolloutEngine = engine_class(
+        Path(spec.model_dir),
+        dtype=rollout.dtype,
+        device=spec.device,
+        max_running=rollout.max_running,
+        max_tokens=spec.max_tokens,
+        on_update=rollout.on_update,
+        deterministic=run.deterministic,
+        eos_token_ids=spec.eos_token_ids,
+        ignore_eos=rollout.ignore_eos,
+    )
+    if run.deterministic and not engine.capabilities.deterministic:
+        raise UserError(
+            f"run.deterministic: rollout.engine {rollout.engine!r} on {spec.device} cannot repeat bit for bit: "
+            "use rollout.engine=native on a CPU, or deterministic=false"
+        )
+    return engine
+
+
+def build_train_engine(spec: WorkerSpec) -> TrainEngine:
+    """An engine with the weights of the model folder."""
+    config = spec.config
+    engine_class = resolve(config.train.engine, TRAIN_ENGINES, "train.engine")
+    return engine_class(
+        Path(spec.model_dir),
+        config=config.train,
+        temperature=config.rollout.temperature or 1.0,
+        max_response_tokens=config.rollout.max_response_tokens,
+        num_steps=config.train.steps,
+        device=spec.device,
+        seed=config.run.seed,
+        deterministic=config.run.deterministic,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def build_sampling(spec: WorkerSpec) -> Sampling:
+    """How training samples are drawn: the recipe's words, and nothing from the model's generation settings."""
+    rollout = spec.config.rollout
+    return Sampling(
+        max_response_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_token_ids=rollout.stop_token_ids,
+    )
+
+
+def build_estimate(algorithm: AlgorithmConfig) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """The advantage estimator with its arguments bound. UserError for a name or an argument that it does not know."""
+    estimator = resolve(algorithm.advantage, ADVANTAGES, "algorithm.advantage")
+    parameters = inspect.signature(estimator).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    known = list(parameters)[2:]
+    for name in algorithm.advantage_args:
+        if name not in known and not open_ended:
+            raise UserError(
+                f"algorithm.advantage_args: {algorithm.advantage!r} takes no {name!r}; "
+                f"it takes: {', '.join(known) or 'none'}"
+            )
+    return functools.partial(estimator, **algorithm.advantage_args)

@@ -1,0 +1,231 @@
+"""A process that hosts stages: it gives each of them one step after another, and runs the coordinator's commands
+between two steps. It decides nothing."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tranship.algorithms.objective import make_loss
+from tranship.dock import Batch, DockClient
+from tranship.layouts import Piece
+from tranship.models.tokenizer import decode_response, load_tokenizer
+from tranship.rewards import RewardPool
+from tranship.rollout import RolloutEngine
+from tranship.runtime import Context, ServiceProxy
+from tranship.stages import Stage, Stopwatch
+from tranship.stages.advantage import AdvantageStage
+from tranship.stages.reference import ReferenceStage
+from tranship.stages.reward import RewardStage
+from tranship.stages.rollout import RolloutStage
+from tranship.stages.train import TrainStage
+from tranship.train import TrainEngine
+from tranship.types import RunError
+from tranship.worker.build import (
+    build_estimate,
+    build_rollout_engine,
+    build_sampling,
+    build_train_engine,
+)
+from tranship.worker.describe import sample_record, sampling_record
+from tranship.worker.spec import WorkerSpec
+from tranship.worker.weights import FetchedWeights, LocalWeights, Probe, PublishedWeights, WeightsReady
+
+_BUCKET_BYTES = 16 << 20
+# Largest difference of log-probs between trainer and sampler on the probe: rounding, and no more.
+_PROBE_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
+
+
+class _Stopped(Exception):
+    """The run is to stop, in the middle of an update: the weights are still those of the last completed step."""
+
+
+class Worker:
+    """The stages of one process, their engines, and their side of the dock."""
+
+    def __init__(self, spec: WorkerSpec, dock: ServiceProxy, context: Context) -> None:
+        torch.set_num_threads(spec.num_threads)
+        if spec.config.run.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=False)
+        self._spec = spec
+        self._context = context
+        self._watch = Stopwatch()
+        self._stop = threading.Event()
+        self._batches_trained = 0
+        self._tokenizer = load_tokenizer(Path(spec.model_dir), spec.config.model.trust_remote_code)
+        self._dock = DockClient(dock.call, context.name, wait_s=spec.config.dock.lease_s, seen_seq=dock.seen_seq)
+        dock.watch(context.wakeup)
+        self._trainer: TrainEngine | None = build_train_engine(spec) if "train" in spec.stages else None
+        self._sampler: RolloutEngine | None = build_rollout_engine(spec) if "rollout" in spec.stages else None
+        self._local: LocalWeights | None = None
+        self._published: PublishedWeights | None = None
+        self._fetched: FetchedWeights | None = None
+        self._connect_weights()
+        self._stages = [self._build_stage(name) for name in spec.stages]
+
+    def poll(self) -> bool:
+        """One pass over the stages; returns whether any did something."""
+        progress = False
+        try:
+            for stage in self._stages:
+                if self._stop.is_set():
+                    return False
+                progress = stage.step() or progress
+        except _Stopped:
+            return False
+        return progress
+
+    def interrupt(self) -> None:
+        """Begin no further step, and give up an update that is under way before it changes a weight. Any thread."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """End the stages; the processes of the reward pool end too."""
+        for stage in self._stages:
+            stage.close()
+
+    # Commands of the coordinator
+
+    def sampler_pieces(self) -> list[Piece]:
+        """Where this worker's sampler wants its weights."""
+        assert self._sampler is not None
+        return self._sampler.pieces()
+
+    def serve_weights(self, target_pieces: list[Piece]) -> None:
+        """Publish for samplers with these pieces from now on."""
+        assert self._trainer is not None
+        self._published = PublishedWeights(
+            self._trainer,
+            target_pieces,
+            self._probe(),
+            self._context.objects.put,
+            bucket_bytes=_BUCKET_BYTES,
+            watch=self._watch,
+        )
+
+    def publish_weights(self, version: int) -> WeightsReady | None:
+        """Make the current weights version `version`: in place where the sampler is here, else as buckets."""
+        if self._local is not None:
+            self._local.publish(version)
+            return None
+        assert self._published is not None, "samplers have not said where they want their weights"
+        return self._published.publish(version)
+
+    def announce_weights(self, ready: WeightsReady) -> None:
+        """A version can be fetched; the rollout stage does so before its next step."""
+        assert self._fetched is not None
+        self._fetched.announce(ready)
+
+    def fetch_weights(self) -> int:
+        """Fetch what was announced now; returns the version in use."""
+        assert self._sampler is not None
+        if self._fetched is not None:
+            self._fetched.update()
+        return self._sampler.policy_version
+
+    def batches_trained(self) -> int:
+        """Batches that the weights here have been trained on since `load`, or since the start."""
+        assert self._trainer is not None
+        return self._batches_trained
+
+    def save(self, folder: str) -> None:
+        """Write the trainer's state and a Hugging Face folder."""
+        assert self._trainer is not None
+        self._trainer.save(Path(folder) / "trainer")
+        self._trainer.export(Path(folder) / "model")
+
+    def load(self, folder: str) -> None:
+        """Take over what `save` wrote."""
+        assert self._trainer is not None
+        self._trainer.load(Path(folder) / "trainer")
+
+    def export(self, folder: str) -> None:
+        """Write the current weights as a Hugging Face folder."""
+        assert self._trainer is not None
+        self._trainer.export(Path(folder))
+
+    def timings(self) -> dict[str, float]:
+        """Seconds by stage since the last call, and this process's peak memory (`rss_bytes`)."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {**self._watch.drain(), "rss_bytes": float(peak)}
+
+    # How it is put together
+
+    def _probe(self) -> Probe:
+        rollout = self._spec.config.rollout
+        bf16 = "bf16" in (rollout.dtype, self._spec.config.train.precision)
+        return Probe(self._spec.probe_ids, rollout.temperature or 1.0, _PROBE_TOLERANCE["bf16" if bf16 else "fp32"])
+
+    def _connect_weights(self) -> None:
+        if self._sampler is None:
+            return
+        if self._trainer is not None:
+            self._local = LocalWeights(
+                self._trainer, self._sampler, self._probe(), bucket_bytes=_BUCKET_BYTES, watch=self._watch
+            )
+        else:
+            self._fetched = FetchedWeights(self._sampler, self._probe(), self._context.objects.get, watch=self._watch)
+
+    def _decode(self, token_ids: np.ndarray) -> str:
+        return decode_response(self._tokenizer, token_ids)
+
+    def _describe(self, batch: Batch, row: int) -> dict[str, Any]:
+        return {**sample_record(batch, row, self._decode), **sampling_record(batch, row)}
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+
+    def _emit(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "trained":
+            self._batches_trained += 1
+        self._context.emit(event)
+
+    def _build_stage(self, name: str) -> Stage:
+        config, dock, watch = self._spec.config, self._dock, self._watch
+        if name == "rollout":
+            assert self._sampler is not None
+            return RolloutStage(
+                dock,
+                self._sampler,
+                sampling=build_sampling(self._spec),
+                run_seed=config.run.seed,
+                watch=watch,
+                update=self._fetched.update if self._fetched else lambda: False,
+            )
+        if name == "reward":
+            reward = config.reward
+            pool = RewardPool(
+                reward.function, reward.args, reward.num_workers, reward.timeout_s, wakeup=self._context.wakeup
+            )
+            return RewardStage(dock, pool, decode=self._decode, lease_s=config.dock.lease_s, watch=watch)
+        if name == "reference":
+            engine = build_train_engine(self._spec)
+            return ReferenceStage(dock, engine, max_groups=config.groups_per_step, watch=watch)
+        if name == "advantage":
+            return AdvantageStage(
+                dock,
+                estimate=build_estimate(config.algorithm),
+                keep_without_signal=config.algorithm.keep_groups_without_signal,
+                describe=self._describe,
+                emit=self._emit,
+                watch=watch,
+            )
+        if name == "train":
+            assert self._trainer is not None
+            return TrainStage(
+                dock,
+                self._trainer,
+                make_loss(config.algorithm),
+                groups_per_step=config.groups_per_step,
+                with_reference=config.algorithm.kl.coef > 0,
+                emit=self._emit,
+                watch=watch,
+                check_stop=self._check_stop,
+            )
+        raise RunError(f"no stage is called {name!r}")

@@ -1,0 +1,85 @@
+"""Runs of a tiny random model: real processes, real files, seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tranship.models.catalog import get
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model with a tokenizer and a chat template."""
+    return get("tiny-random", cache=tmp_path_factory.mktemp("cache"), log=lambda _: None)
+
+
+@pytest.fixture
+def recipe(tiny_model: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A small recipe as a mapping, with `a.b=value` style changes as keyword arguments (a__b=value)."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "run": {"dir": str(tmp_path / "run"), "seed": 3, "deterministic": True, "export": False},
+            "model": {"path": str(tiny_model)},
+            "data": {
+                "train": {"source": "sums", "args": {"low": 1, "high": 9, "split": "train", "num_val": 4}},
+                "val": {"source": "sums", "args": {"low": 1, "high": 9, "split": "val", "num_val": 4}},
+                "max_prompt_tokens": 256,
+            },
+            "rollout": {"group_size": 4, "max_response_tokens": 8},
+            "reward": {"function": f"{Path(__file__).parent / 'rewards_for_tests.py'}:token_sum"},
+            "train": {"steps": 3, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}},
+            "validation": {"before_training": False, "after_training": False},
+            "observe": {"console": "off", "trackers": []},
+        }
+        for key, value in changes.items():
+            *sections, name = key.split("__")
+            target = values
+            for section in sections:
+                target = target.setdefault(section, {})
+            target[name] = value
+        return values
+
+    return make
+
+
+@pytest.fixture
+def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `tranship ...` in a process of its own."""
+
+    def run(
+        arguments: Sequence[str], *, cwd: Path, timeout_s: float = 120, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "tranship.cli", *arguments],
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            timeout=timeout_s,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+    """Return once a condition holds; fail naming it after the limit."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {timeout_s} s for {what}")
+        time.sleep(0.05)

@@ -1,0 +1,23 @@
+"""Rewards that a random model has some signal on."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+
+def token_sum(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """A number in [0, 1) that depends on the text alone."""
+    return hashlib.blake2b(solution_str.encode(), digest_size=1).digest()[0] / 256
+
+
+def slow(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """As token_sum, but it takes its time."""
+    time.sleep(0.2)
+    return token_sum(data_source, solution_str, ground_truth)
+
+
+def broken(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Never returns."""
+    raise LookupError("no answer key")

@@ -1,0 +1,163 @@
+"""Whole runs in both runtimes: what they leave, that they repeat, and that bound 0 is the same everywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import read_jsonl
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import tranship
+from tranship.config.load import loads
+
+Recipe = Callable[..., dict[str, Any]]
+
+PLACEMENTS = {
+    "inline-fused": {},
+    "ray-fused": {"placement__runtime": "ray"},
+    "ray-split": {"placement__runtime": "ray", "placement__layout": "split"},
+}
+
+
+def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    name = (run_dir / "checkpoints" / "latest").read_text()
+    return load_file(run_dir / "checkpoints" / name / "model" / "model.safetensors")
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _balanced(ledger: dict[str, Any]) -> bool:
+    ends = sum(count for key, count in ledger.items() if key != "admitted" and isinstance(count, int))
+    return ledger["admitted"] == ends + sum(ledger.get("invalid_by_reason", {}).values())
+
+
+def test_a_run_leaves_what_it_promises(recipe: Recipe) -> None:
+    config = loads(
+        recipe(
+            run__export=True,
+            validation__before_training=True,
+            validation__after_training=True,
+            validation__samples_per_prompt=2,
+            observe__trackers=["tensorboard"],
+        )
+    )
+    result = tranship.run(config)
+    run_dir = result.run_dir
+    assert result.status == "completed"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for key in ("val_before", "val_after", "val_greedy_before", "val_greedy_after", "train_seconds", "tokens_per_s"):
+        assert np.isfinite(summary[key]), key
+    assert summary["steps"] == 3
+    steps = [row for row in read_jsonl(run_dir / "metrics.jsonl") if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    samples = read_jsonl(run_dir / "samples.jsonl")
+    assert len(samples) == 3 * 8
+    assert {"input", "output", "gts", "score", "step"} <= samples[0].keys()
+    assert len(read_jsonl(run_dir / "val_samples.jsonl")) == 2 * (4 * 2 + 4)
+    assert list((run_dir / "tensorboard").glob("events.*"))
+    assert (run_dir / "config.yaml").is_file()
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    assert _same(_weights(run_dir), load_file(run_dir / "model" / "model.safetensors"))
+    assert model.config.tie_word_embeddings
+
+
+def test_the_ledger_balances_and_every_group_is_used_once(recipe: Recipe) -> None:
+    result = tranship.run(loads(recipe()))
+    ledger = result.summary["ledger"]
+    assert ledger["admitted"] == 3 * 2
+    assert ledger["in_flight"] == 0
+    assert ledger["trained"] + ledger["filtered"] + ledger["invalid"] + ledger["too_stale"] == ledger["admitted"]
+    rows = read_jsonl(result.run_dir / "samples.jsonl")
+    ids = [(row["group_id"], row["sample_index"]) for row in rows]
+    assert sorted(ids) == [(group, index) for group in range(6) for index in range(4)]
+
+
+def test_the_log_prob_gap_is_rounding_only(recipe: Recipe) -> None:
+    result = tranship.run(loads(recipe()))
+    steps = [row for row in read_jsonl(result.run_dir / "metrics.jsonl") if row["kind"] == "step"]
+    gaps = [row["mismatch/logprob_gap_max"] for row in steps]
+    assert len(gaps) == 3
+    assert max(gaps) <= 1e-4
+
+
+@pytest.mark.slow
+def test_bound_0_gives_the_same_weights_in_every_placement(recipe: Recipe, tmp_path: Path) -> None:
+    weights, samples = {}, {}
+    for name, changes in PLACEMENTS.items():
+        result = tranship.run(loads(recipe(run__dir=str(tmp_path / name), **changes)))
+        weights[name] = _weights(result.run_dir)
+        rows = read_jsonl(result.run_dir / "samples.jsonl")
+        samples[name] = sorted((row["group_id"], row["sample_index"], row["output"], row["score"]) for row in rows)
+    assert samples["ray-fused"] == samples["inline-fused"]
+    assert samples["ray-split"] == samples["inline-fused"]
+    assert _same(weights["ray-fused"], weights["inline-fused"])
+    assert _same(weights["ray-split"], weights["inline-fused"])
+
+
+def test_another_seed_gives_other_weights(recipe: Recipe, tmp_path: Path) -> None:
+    first = tranship.run(loads(recipe(run__dir=str(tmp_path / "a"))))
+    again = tranship.run(loads(recipe(run__dir=str(tmp_path / "b"))))
+    other = tranship.run(loads(recipe(run__dir=str(tmp_path / "c"), run__seed=4)))
+    assert _same(_weights(first.run_dir), _weights(again.run_dir))
+    assert not _same(_weights(first.run_dir), _weights(other.run_dir))
+
+
+@pytest.mark.parametrize("changes", [{}, PLACEMENTS["ray-split"]], ids=["inline", "ray-split"])
+def test_staleness_stays_within_its_bound(recipe: Recipe, changes: dict[str, Any]) -> None:
+    result = tranship.run(
+        loads(recipe(run__deterministic=False, train__steps=8, dock__staleness=2, rollout__max_running=8, **changes))
+    )
+    assert result.status == "completed"
+    steps = [row for row in read_jsonl(result.run_dir / "metrics.jsonl") if row["kind"] == "step"]
+    stale = [row["staleness/max"] for row in steps if "staleness/max" in row]
+    assert stale
+    assert max(stale) <= 2
+    assert max(stale) > 0
+    rows = read_jsonl(result.run_dir / "samples.jsonl")
+    assert len({(row["group_id"], row["sample_index"]) for row in rows}) == len(rows) == 8 * 8
+
+
+def test_a_kl_term_brings_a_reference_and_none_without(recipe: Recipe, tmp_path: Path) -> None:
+    plain = tranship.run(loads(recipe(run__dir=str(tmp_path / "plain"))))
+    zero = tranship.run(loads(recipe(run__dir=str(tmp_path / "zero"), algorithm__kl={"coef": 0.0, "estimator": "k1"})))
+    pulled = tranship.run(loads(recipe(run__dir=str(tmp_path / "kl"), algorithm__kl={"coef": 5.0})))
+    assert _same(_weights(plain.run_dir), _weights(zero.run_dir))
+    assert not _same(_weights(plain.run_dir), _weights(pulled.run_dir))
+    steps = [row for row in read_jsonl(pulled.run_dir / "metrics.jsonl") if row["kind"] == "step"]
+    assert steps[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert steps[-1]["actor/kl_loss"] > 0
+
+
+def test_a_run_that_goes_on_equals_one_that_never_stopped(recipe: Recipe, tmp_path: Path) -> None:
+    whole = tranship.run(loads(recipe(run__dir=str(tmp_path / "whole"), train__steps=4)))
+    halves = recipe(run__dir=str(tmp_path / "halves"), train__steps=2)
+    tranship.run(loads(halves))
+    second = recipe(run__dir=str(tmp_path / "halves"), run__resume="auto", train__steps=4)
+    resumed = tranship.run(loads(second))
+    assert resumed.run_dir == tmp_path / "halves"
+    assert _same(_weights(whole.run_dir), _weights(resumed.run_dir))
+    steps = [row for row in read_jsonl(resumed.run_dir / "metrics.jsonl") if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert resumed.summary["ledger"]["admitted"] == 8
+
+
+def test_resuming_under_other_settings_is_refused_by_name(recipe: Recipe) -> None:
+    tranship.run(loads(recipe(train__steps=1)))
+    changed = recipe(run__resume="auto", run__seed=9, train__optimizer={"learning_rate": 1e-4})
+    with pytest.raises(tranship.types.UserError, match=r"run.seed was 3 and is 9; train.optimizer.learning_rate was"):
+        tranship.run(loads(changed))
+
+
+def test_rewards_that_always_fail_stop_the_run_with_the_reason(recipe: Recipe) -> None:
+    function = f"{Path(__file__).parent / 'rewards_for_tests.py'}:broken"
+    with pytest.raises(tranship.types.RunError, match=r"3 steps in a row .*LookupError: no answer key"):
+        tranship.run(loads(recipe(reward__function=function, train__steps=9)))
