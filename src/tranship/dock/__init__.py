@@ -1,0 +1,39 @@
+"""The sample flow: rows of columns between stages that do not know each other.
+
+Payload lies in slabs (`warehouse`, `slab`, `block`), state in a controller per stage (`controller`), the bound on
+staleness in `policy` and `window`, and what became of each group in `ledger`. `Dock` is the process that decides;
+`DockClient` is what a stage holds.
+"""
+
+from tranship.dock.batch import Batch, GroupView
+from tranship.dock.block import Block, pack
+from tranship.dock.client import DockClient
+from tranship.dock.dock import Dock
+from tranship.dock.errors import DockFull, StaleLease, StaleSlab
+from tranship.dock.ledger import Ledger
+from tranship.dock.messages import Admission, BlockRef, Publish, StageNeeds, Status, Take
+from tranship.dock.policy import feasible
+from tranship.dock.values import Bfloat16
+from tranship.dock.warehouse import Warehouse
+
+__all__ = [
+    "Admission",
+    "Batch",
+    "Bfloat16",
+    "Block",
+    "BlockRef",
+    "Dock",
+    "DockClient",
+    "DockFull",
+    "GroupView",
+    "Ledger",
+    "Publish",
+    "StageNeeds",
+    "StaleLease",
+    "StaleSlab",
+    "Status",
+    "Take",
+    "Warehouse",
+    "feasible",
+    "pack",
+]

@@ -1,0 +1,317 @@
+"""The one format of rows and columns: in memory, on the wire and in a journal.
+
+    header (64 bytes)  magic, format, flags, counts, total size, generation, checksum
+    directory          per column: name, kind, dtype, number of dimensions, where its lengths and values lie
+    row identities     int64 [N, 3]
+    per column         lengths: int64 [N, ndim] shapes, or int64 [N] bytes of each value;
+                       values: contiguous, in row order
+
+Every section starts at a multiple of 64 bytes; all numbers are little-endian. A column whose values are arrays of one
+dtype and number of dimensions is stored raw, and read without a copy; any other column is stored value by value
+(`values.py`). Nothing is believed: sizes are checked before memory is taken, and malformed input is a ValueError.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from tranship.dock.values import BFLOAT16, Bfloat16, code_of, dtype_of, pack_value, unpack_value
+from tranship.types import SampleId
+
+ALIGNMENT = 64
+_MAGIC = b"TSHPBLK\x01"
+_HEADER = struct.Struct("<8sHHIIIQQQ")
+_CHECKSUM_AT = _HEADER.size - 8
+_COLUMN = struct.Struct("<HBBIQQQ")
+_HAS_CHECKSUM = 1
+_RAW, _OBJECTS = 0, 1
+_MAX_NDIM = 32
+
+
+def align(offset: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass
+class _Part:
+    """A column, ready to be written."""
+
+    name: bytes
+    kind: int
+    dtype: int
+    ndim: int
+    lengths: np.ndarray
+    nbytes: int
+    write: Callable[[memoryview], None]
+    lengths_at: int = 0
+    values_at: int = 0
+
+
+class PackedBlock:
+    """Rows and columns whose size is known, to be written into a buffer of that size."""
+
+    def __init__(self, ids: np.ndarray, parts: list[_Part]) -> None:
+        self._ids = ids
+        self._parts = parts
+        self._directory_bytes = sum(_COLUMN.size + len(part.name) for part in parts)
+        at = align(ALIGNMENT + self._directory_bytes)
+        self._ids_at = at
+        at = align(at + ids.nbytes)
+        for part in parts:
+            part.lengths_at = at
+            part.values_at = align(at + part.lengths.nbytes)
+            at = align(part.values_at + part.nbytes)
+        self.nbytes = at
+
+    def write_into(self, buffer: memoryview, *, generation: int = 0, checksum: bool = False) -> None:
+        """Write the block at the start of `buffer` (writable, at least nbytes long). Each value is copied once."""
+        buffer = buffer[: self.nbytes]
+        assert len(buffer) == self.nbytes, f"a block of {self.nbytes} bytes into a buffer of {len(buffer)}"
+        flags = _HAS_CHECKSUM if checksum else 0
+        head = (_MAGIC, 1, flags, len(self._parts), len(self._ids), self._directory_bytes, self.nbytes, generation)
+        at = ALIGNMENT
+        buffer[:at] = _HEADER.pack(*head, 0).ljust(ALIGNMENT, b"\0")
+        for part in self._parts:
+            _COLUMN.pack_into(
+                buffer,
+                at,
+                len(part.name),
+                part.kind,
+                part.dtype,
+                part.ndim,
+                part.lengths_at,
+                part.values_at,
+                part.nbytes,
+            )
+            at += _COLUMN.size
+            buffer[at : at + len(part.name)] = part.name
+            at += len(part.name)
+        buffer[at : self._ids_at] = bytes(self._ids_at - at)
+        _fill(buffer, self._ids_at, self._ids)
+        for part in self._parts:
+            _fill(buffer, part.lengths_at, part.lengths)
+            part.write(buffer[part.values_at : part.values_at + part.nbytes])
+            end = part.values_at + part.nbytes
+            buffer[end : align(end)] = bytes(align(end) - end)
+        if checksum:
+            struct.pack_into("<Q", buffer, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(buffer[ALIGNMENT:]))
+
+
+def pack(rows: Sequence[SampleId], columns: Mapping[str, Sequence[Any]]) -> PackedBlock:
+    """The block of some rows. ValueError if a column has another number of values, or a value cannot be carried."""
+    ids = np.array([tuple(row) for row in rows], dtype="<i8").reshape(len(rows), 3)
+    if len({(row[0], row[1]) for row in rows}) != len(rows):
+        raise ValueError(f"a row stands twice in a block: {list(rows)[:8]}")
+    parts = []
+    for name, values in columns.items():
+        if len(values) != len(rows):
+            raise ValueError(f"column {name!r} has {len(values)} values for {len(rows)} rows")
+        try:
+            parts.append(_pack_column(name.encode(), values))
+        except ValueError as error:
+            raise ValueError(f"column {name!r}: {error}") from error
+    return PackedBlock(ids, parts)
+
+
+def _pack_column(name: bytes, values: Sequence[Any]) -> _Part:
+    if len(name) >= 1 << 16:
+        raise ValueError("the name is too long")
+    raw = _as_raw(values)
+    if raw is None:
+        packed = [pack_value(value) for value in values]
+        lengths = np.array([len(data) for data in packed], dtype="<i8")
+        joined = b"".join(packed)
+        return _Part(name, _OBJECTS, 0, 0, lengths, len(joined), lambda out: out.__setitem__(slice(None), joined))
+    code, arrays = raw
+    ndim = arrays[0].ndim
+    lengths = np.array([array.shape for array in arrays], dtype="<i8").reshape(len(arrays), ndim)
+    nbytes = sum(array.size for array in arrays) * dtype_of(code).itemsize
+
+    def write(out: memoryview) -> None:
+        flat = np.frombuffer(out, dtype_of(code))
+        np.concatenate([array.reshape(-1) for array in arrays], out=flat, casting="equiv")
+
+    return _Part(name, _RAW, code, ndim, lengths, nbytes, write)
+
+
+def _as_raw(values: Sequence[Any]) -> tuple[int, list[np.ndarray]] | None:
+    """The dtype code and the arrays, if the values are arrays of one dtype and number of dimensions."""
+    if not values:
+        return None
+    kind = type(values[0])
+    if kind not in (np.ndarray, Bfloat16) or any(type(value) is not kind for value in values):
+        return None
+    arrays = [value.bits for value in values] if kind is Bfloat16 else list(values)
+    code = BFLOAT16 if kind is Bfloat16 else code_of(arrays[0].dtype)
+    first = arrays[0]
+    if code is None or any(array.dtype.name != first.dtype.name or array.ndim != first.ndim for array in arrays):
+        return None
+    return code, arrays
+
+
+def _fill(buffer: memoryview, at: int, array: np.ndarray) -> None:
+    end = at + array.nbytes
+    np.frombuffer(buffer[at:end], array.dtype)[:] = array.reshape(-1)
+    buffer[end : align(end)] = bytes(align(end) - end)
+
+
+class Column:
+    """The values of one column, by row."""
+
+    def __init__(self, data: memoryview, kind: int, dtype: int, ends: np.ndarray, shapes: np.ndarray | None) -> None:
+        self._kind = kind
+        self._is_bfloat16 = kind == _RAW and dtype == BFLOAT16
+        self._values = np.frombuffer(data, dtype_of(dtype)) if kind == _RAW else data
+        self._ends = ends
+        self._shapes = shapes
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, row: int) -> Any:
+        """The value of a row: a read-only view of the block for arrays, else a new object."""
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        value = self._values[int(self._ends[row]) : int(self._ends[row + 1])]
+        if self._shapes is None:
+            assert isinstance(value, memoryview)
+            return unpack_value(value)
+        assert isinstance(value, np.ndarray)
+        array = value.reshape(self._shapes[row])
+        return Bfloat16(array) if self._is_bfloat16 else array
+
+
+class Block:
+    """A parsed block. Its columns are read where they lie; the memory must stay as it is while they are in use."""
+
+    def __init__(self, data: memoryview, generation: int, ids: np.ndarray, columns: dict[str, Column]) -> None:
+        self._data = data
+        self.generation = generation
+        self._ids = ids
+        self._columns = columns
+
+    @staticmethod
+    def parse(data: memoryview | bytes | bytearray, *, verify: bool = False) -> Block:
+        """The block at the start of `data`. ValueError if it is malformed.
+
+        verify: compare the checksum too, and refuse a block that has none.
+        """
+        view = memoryview(data).cast("B").toreadonly()
+        if len(view) < ALIGNMENT:
+            raise ValueError(f"malformed block: {len(view)} bytes, shorter than a header")
+        magic, version, flags, num_columns, num_rows, directory, total, generation, checksum = _HEADER.unpack_from(view)
+        if magic != _MAGIC or version != 1:
+            raise ValueError("malformed block: not the header of a block")
+        if not ALIGNMENT <= total <= len(view):
+            raise ValueError(f"malformed block: {total} bytes of which {len(view)} are there")
+        view = view[:total]
+        if verify:
+            _verify(view, flags, checksum)
+        ids_at = align(ALIGNMENT + directory)
+        ids = _table(view, ids_at, num_rows * 3).reshape(num_rows, 3)
+        return Block(view, generation, ids, _parse_columns(view, ALIGNMENT, directory, num_columns, num_rows))
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """The columns, in the order they were packed."""
+        return tuple(self._columns)
+
+    @cached_property
+    def rows(self) -> list[SampleId]:
+        """The identities of the rows."""
+        return [SampleId(*row) for row in self._ids.tolist()]
+
+    @cached_property
+    def _row_of(self) -> dict[tuple[int, int], int]:
+        return {(row[0], row[1]): index for index, row in enumerate(self.rows)}
+
+    def row_of(self, group_id: int, sample_index: int) -> int:
+        """Which row is that sample. KeyError if none is."""
+        return self._row_of[group_id, sample_index]
+
+    def column(self, name: str) -> Column:
+        """A column. KeyError if the block has none of that name."""
+        return self._columns[name]
+
+
+def _verify(view: memoryview, flags: int, checksum: int) -> None:
+    if not flags & _HAS_CHECKSUM:
+        raise ValueError("malformed block: it has no checksum")
+    if xxhash.xxh3_64_intdigest(view[ALIGNMENT:]) != checksum:
+        raise ValueError("malformed block: the checksum does not match")
+
+
+def _section(view: memoryview, at: int, nbytes: int) -> memoryview:
+    if at % ALIGNMENT or at < ALIGNMENT or at + nbytes > len(view):
+        raise ValueError(f"malformed block: {nbytes} bytes at {at} of {len(view)}")
+    return view[at : at + nbytes]
+
+
+def _table(view: memoryview, at: int, count: int) -> np.ndarray:
+    return np.frombuffer(_section(view, at, 8 * count), "<i8")
+
+
+def _parse_columns(view: memoryview, at: int, nbytes: int, num_columns: int, num_rows: int) -> dict[str, Column]:
+    end = at + nbytes
+    if end > len(view) or nbytes < num_columns * _COLUMN.size:
+        raise ValueError(f"malformed block: a directory of {nbytes} bytes for {num_columns} columns")
+    columns: dict[str, Column] = {}
+    for _ in range(num_columns):
+        if at + _COLUMN.size > end:
+            raise ValueError("malformed block: the directory is cut off")
+        name_bytes, kind, dtype, ndim, lengths_at, values_at, values_bytes = _COLUMN.unpack_from(view, at)
+        at += _COLUMN.size
+        if at + name_bytes > end:
+            raise ValueError("malformed block: a column's name is cut off")
+        name = str(view[at : at + name_bytes], "utf-8")
+        at += name_bytes
+        if name in columns:
+            raise ValueError(f"malformed block: column {name!r} stands twice")
+        values = _section(view, values_at, values_bytes)
+        if kind == _RAW:
+            columns[name] = _parse_raw(view, name, dtype, ndim, lengths_at, values, num_rows)
+        elif kind == _OBJECTS:
+            sizes = _table(view, lengths_at, num_rows)
+            columns[name] = Column(values, kind, 0, _ends(name, sizes, values_bytes, 1), None)
+        else:
+            raise ValueError(f"malformed block: column {name!r} is of an unknown kind {kind}")
+    return columns
+
+
+def _parse_raw(
+    view: memoryview, name: str, dtype: int, ndim: int, lengths_at: int, values: memoryview, num_rows: int
+) -> Column:
+    if ndim > _MAX_NDIM:
+        raise ValueError(f"malformed block: column {name!r} has {ndim} dimensions")
+    shapes = _table(view, lengths_at, num_rows * ndim).reshape(num_rows, ndim)
+    if shapes.size and int(shapes.min()) < 0:
+        raise ValueError(f"malformed block: column {name!r} has a negative length")
+    # Products in float64 first, since those in int64 could wrap around. A 0 makes a product 0 whatever else is there.
+    rough = np.prod(np.maximum(shapes, 1), axis=1, dtype=np.float64)
+    if rough.size and float(rough.max()) >= 2.0**60:
+        raise ValueError(f"malformed block: column {name!r} has a value of impossible size")
+    sizes = np.prod(shapes, axis=1, dtype=np.int64)
+    ends = _ends(name, sizes, len(values), dtype_of(dtype).itemsize)
+    if dtype_of(dtype) == np.bool_ and len(values) and int(np.frombuffer(values, np.uint8).max()) > 1:
+        raise ValueError(f"malformed block: column {name!r} has a bool that is neither 0 nor 1")
+    return Column(values, _RAW, dtype, ends, shapes)
+
+
+def _ends(name: str, sizes: np.ndarray, nbytes: int, itemsize: int) -> np.ndarray:
+    """int64 [N + 1]: where each value starts, and where the last one ends, in items. Checks that they fill nbytes."""
+    if sizes.size and (int(sizes.min()) < 0 or int(sizes.max()) > nbytes):
+        raise ValueError(f"malformed block: column {name!r} has a value longer than the column")
+    ends = np.zeros(len(sizes) + 1, dtype=np.int64)
+    # Each size is at most nbytes, and there are at most nbytes / 8 of them: the sum cannot wrap around.
+    np.cumsum(sizes, out=ends[1:])
+    if int(ends[-1]) * itemsize != nbytes:
+        raise ValueError(f"malformed block: column {name!r} has {nbytes} bytes for {int(ends[-1])} items")
+    return ends

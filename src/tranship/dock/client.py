@@ -1,0 +1,229 @@
+"""What a stage holds of the dock: put, take, and what it says about a lease. Payload goes past the dock's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tranship.dock.batch import Batch
+from tranship.dock.block import pack
+from tranship.dock.errors import StaleLease, StaleSlab
+from tranship.dock.group import OWN
+from tranship.dock.messages import Admission, Answer, BlockRef, Kind, Publish, Status
+from tranship.dock.reader import BlockReader
+from tranship.dock.writer import BlockWriter
+from tranship.types import SampleId
+
+
+class DockClient:
+    """One process's side of the dock; not thread-safe.
+
+    call(method, *args, **kwargs): runs a method of a Dock, here or elsewhere, and returns or raises what it does.
+    owner: this client's name, its own in the run: leases and slabs are counted on it. wait_s: how long a put waits for
+    room (where all is in one process it does not wait, since nobody else could make room). seen_seq: a `seq` of the
+    dock that is known here without a message; by default the dock is asked.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        owner: str,
+        *,
+        wait_s: float,
+        seen_seq: Callable[[], int] | None = None,
+    ) -> None:
+        self._call = call
+        self._owner = owner
+        self._seen_seq = seen_seq
+        self._reader = BlockReader(call)
+        self._writer = BlockWriter(call, owner, wait_s=wait_s if self._reader.is_shared else 0.0)
+        self._empty: dict[str, dict[tuple[Kind, ...], tuple[int | None, Answer]]] = {}
+
+    # Rows go in
+
+    def admit(self, groups: Sequence[tuple[int, int, Kind, Mapping[str, Any]]]) -> None:
+        """New groups, each (group_id, size, kind, own columns). All have the same columns, and go in one message."""
+        if not groups:
+            return
+        names = tuple(groups[0][3])
+        for group_id, _, _, columns in groups:
+            if tuple(columns) != names:
+                raise ValueError(
+                    f"group {group_id} has the columns {list(columns)}, and the first one has {list(names)}"
+                )
+        rows = [SampleId(group_id, OWN) for group_id, _, _, _ in groups]
+        columns = {name: [group[3][name] for group in groups] for name in names}
+        self._put(
+            rows,
+            columns,
+            lambda ref: (
+                "admit",
+                [Admission(group_id, size, kind, ref, names) for group_id, size, kind, _ in groups],
+            ),
+        )
+
+    def put(
+        self,
+        rows: Sequence[SampleId],
+        columns: Mapping[str, Sequence[Any]],
+        lease: int | None = None,
+        sampled_version: int | None = None,
+    ) -> None:
+        """Columns of rows, one value per row, copied once into shared memory; one message.
+
+        lease: under which the rows were taken. sampled_version: the oldest policy version of any token, from a stage
+        that samples. Raises StaleLease (the work is nobody's: forget it), ValueError for values that cannot be carried,
+        DockFull.
+        """
+        if not rows:
+            return
+        self._put(
+            rows,
+            columns,
+            lambda ref: ("publish", Publish(self._owner, ref, list(rows), tuple(columns), lease, sampled_version)),
+        )
+
+    # Rows come out
+
+    def take(
+        self, stage: str, *, max_groups: int, version: int | None = None, kinds: Sequence[Kind] = ("train",)
+    ) -> Batch | None:
+        """Up to max_groups whole groups (see Dock.take); None if there are none now."""
+        return self._ask("take", stage, tuple(kinds), version, {"max_groups": max_groups, "version": version})
+
+    def take_rows(self, stage: str, *, max_rows: int, kinds: Sequence[Kind] = ("train", "val")) -> Batch | None:
+        """Up to max_rows rows (see Dock.take_rows); None if there are none now."""
+        return self._ask("take_rows", stage, tuple(kinds), None, {"max_rows": max_rows})
+
+    def take_batch(self, stage: str, *, groups: int) -> Batch | None:
+        """The batch of the dock's version (see Dock.take_batch); None if it is not complete."""
+        answer: Answer = self._call("ask", "take_batch", stage, self._owner, groups=groups)
+        return self._remember(stage, ("train",), None, answer)
+
+    def changed_since_last_take(
+        self, stage: str, version: int | None = None, kinds: Sequence[Kind] | None = None
+    ) -> bool:
+        """Whether a take at this stage may give something that the last one did not; True if the last one did.
+
+        version, kinds: those of the take that would follow, if they are given. A sampler that was held back because of
+        its version is told True until it says that its version is still the same.
+        """
+        empty = self._empty.get(stage)
+        if not empty or (kinds is not None and tuple(kinds) not in empty):
+            return True
+        asked = empty.values() if kinds is None else [empty[tuple(kinds)]]
+        for asked_version, answer in asked:
+            if version != asked_version and (version is not None or answer.refused):
+                return True
+        return self._seq() > min(answer.seq for _, answer in asked)
+
+    # What a reader says about a lease
+
+    def ack(self, lease: int, group_ids: Sequence[int] | None = None) -> None:
+        """Done with the rows of a lease, or with those of some groups. StaleLease if it is gone."""
+        self._call("ack", lease, group_ids)
+
+    def release(self, lease: int) -> None:
+        """The rows go back untouched. StaleLease if the lease is gone."""
+        self._call("release", lease)
+
+    def renew(self, lease: int) -> tuple[int, ...]:
+        """Still at work; returns ids of groups that were taken away. StaleLease if nothing of the lease is left."""
+        return self._call("renew", lease)
+
+    def check(self, leases: Sequence[int]) -> None:
+        """StaleLease unless all of these leases hold in full: the fence immediately before an optimizer step."""
+        self._call("check", list(leases))
+
+    def started(self, lease: int, group_id: int, version: int) -> None:
+        """A taken group's oldest token will be of this version. ValueError if the bound does not allow it."""
+        self._call("started", lease, group_id, version)
+
+    def drop(self, group_ids: Sequence[int], reason: str, lease: int | None) -> None:
+        """Groups leave for a reason; the lease ends when nothing of it is left. StaleLease if they are not covered."""
+        self._call("drop", list(group_ids), reason, lease)
+
+    def trained(self, lease: int) -> list[int]:
+        """A batch has been trained on; returns the ids of its groups. StaleLease at a second call."""
+        return self._call("trained", lease)
+
+    def finish_val(self, group_ids: Sequence[int]) -> None:
+        """Validation groups leave."""
+        self._call("finish_val", list(group_ids))
+
+    # The coordinator's
+
+    def status(self) -> Status:
+        """seq, version and num_admissible."""
+        return self._call("status")
+
+    @property
+    def version(self) -> int:
+        """The policy version that the next batch trains."""
+        return self.status().version
+
+    def num_admissible(self) -> int:
+        """How many training groups may be admitted now."""
+        return self._call("num_admissible")
+
+    def advance(self, version: int) -> None:
+        """The next version begins."""
+        self._call("advance", version)
+
+    def retire(self, reader: str) -> None:
+        """A reader is gone: what it had goes back."""
+        self._call("retire", reader)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a later dock needs to go on."""
+        return self._call("snapshot")
+
+    def restore(self, snapshot: dict[str, Any]) -> list[int]:
+        """Go on from a snapshot; returns the ids of the groups to admit again."""
+        return self._call("restore", snapshot)
+
+    def close(self) -> None:
+        """Forget the mappings of this process; the dock stays."""
+        self._reader.close()
+        self._writer.forget()
+
+    # Inside
+
+    def _seq(self) -> int:
+        return self._call("status").seq if self._seen_seq is None else self._seen_seq()
+
+    def _ask(
+        self, method: str, stage: str, kinds: tuple[Kind, ...], version: int | None, arguments: dict[str, Any]
+    ) -> Batch | None:
+        answer: Answer = self._call("ask", method, stage, self._owner, kinds=kinds, **arguments)
+        return self._remember(stage, kinds, version, answer)
+
+    def _remember(self, stage: str, kinds: tuple[Kind, ...], version: int | None, answer: Answer) -> Batch | None:
+        if answer.take is None:
+            self._empty.setdefault(stage, {})[kinds] = (version, answer)
+            return None
+        self._empty.pop(stage, None)
+        return Batch(answer.take, self._reader)
+
+    def _put(
+        self,
+        rows: Sequence[SampleId],
+        columns: Mapping[str, Sequence[Any]],
+        message: Callable[[BlockRef], tuple[str, Any]],
+    ) -> None:
+        """Write a block and tell the dock; once more in a new slab if this one was taken away meanwhile."""
+        block = pack(rows, columns)
+        for attempt in (1, 2):
+            ref = self._writer.write(block)
+            method, argument = message(ref)
+            try:
+                self._call(method, argument)
+            except StaleSlab:
+                self._writer.forget()
+                if attempt == 2:
+                    raise
+            except (StaleLease, ValueError):
+                self._writer.take_back(ref)
+                raise
+            else:
+                return

@@ -1,0 +1,17 @@
+"""What the dock refuses. Each error carries one sentence, so that it crosses a process border unchanged."""
+
+from __future__ import annotations
+
+from tranship.types import RunError
+
+
+class StaleLease(RuntimeError):
+    """The lease is gone, or no longer covers the rows: somebody else has them, or they have left the dock."""
+
+
+class StaleSlab(RuntimeError):
+    """The slab has been recycled, or was taken from its owner: the bytes are not those that were asked for."""
+
+
+class DockFull(RunError):
+    """The payload does not fit into the dock's byte budget, or into the machine's shared memory."""

@@ -1,0 +1,74 @@
+"""A group's record in the dock: which of its columns lie where, how old its tokens are, and who still looks at it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tranship.dock.messages import BlockRef, GroupEntry, Kind
+from tranship.types import SampleId
+
+OWN = -1  # the sample index of a group's own columns
+
+
+@dataclass
+class Group:
+    """One group and its `size` samples.
+
+    columns: column -> sample index (or OWN) -> block. slabs: how many of its rows lie in each slab. declared: the
+    policy version at which a sampler took it; published: the oldest version of the tokens that came back;
+    start_lease: under which lease it was taken to be sampled. pins: leases that may still read it. in_batch: it is
+    being trained on. here: it has not left the dock.
+    """
+
+    group_id: int
+    size: int
+    kind: Kind
+    attempt: int
+    columns: dict[str, dict[int, BlockRef]] = field(default_factory=dict)
+    slabs: Counter[int] = field(default_factory=Counter)
+    declared: int | None = None
+    published: int | None = None
+    start_lease: int | None = None
+    pins: int = 0
+    in_batch: bool = False
+    here: bool = True
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version of any of its tokens, as far as is known; None before it is sampled."""
+        if self.declared is None or self.published is None:
+            return self.published if self.declared is None else self.declared
+        return min(self.declared, self.published)
+
+    def has(self, column: str, sample_index: int) -> bool:
+        """Whether a row has a column, of its own or from its group."""
+        refs = self.columns.get(column, {})
+        return sample_index in refs or OWN in refs
+
+    def is_complete(self, column: str) -> bool:
+        """Whether every sample has a column."""
+        refs = self.columns.get(column, {})
+        return OWN in refs or len(refs) == self.size
+
+    def store(self, column: str, sample_index: int, ref: BlockRef) -> list[int]:
+        """Record where a column of a row lies; returns the sample indices that have it only now."""
+        refs = self.columns.setdefault(column, {})
+        new = [index for index in range(self.size) if index not in refs] if sample_index == OWN else [sample_index]
+        refs[sample_index] = ref
+        return new
+
+    def sample(self, sample_index: int) -> SampleId:
+        """The identity of one of its samples."""
+        return SampleId(self.group_id, sample_index, self.attempt)
+
+    def entry(self, reads: Sequence[str], indices: Sequence[int] | None = None) -> GroupEntry:
+        """What a reader of some columns needs to find them, for some samples (None: all)."""
+        shared = {column: self.columns[column][OWN] for column in reads if OWN in self.columns[column]}
+        refs = [(column, self.columns[column]) for column in reads if column not in shared]
+        rows = tuple(
+            (self.sample(index), {column: ref[index] for column, ref in refs})
+            for index in (range(self.size) if indices is None else indices)
+        )
+        return GroupEntry(self.group_id, self.size, self.kind, self.attempt, shared, rows, self.oldest_version)

@@ -1,0 +1,142 @@
+"""What crosses the border between stages and the dock: small, plain, picklable, and never payload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tranship.types import SampleId
+
+Kind = Literal["train", "val"]
+Unit = Literal["group", "row"]
+
+
+class BlockRef(NamedTuple):
+    """Where a block lies: nbytes bytes at an offset of a slab, as long as the slab has that generation."""
+
+    slab: int
+    generation: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StageNeeds:
+    """A stage as the dock knows it: its name, the columns it reads, and whether it takes whole groups or rows."""
+
+    name: str
+    reads: tuple[str, ...]
+    unit: Unit = "group"
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A new group: `size` samples of one prompt, whose own columns lie in `block`.
+
+    attempt: of its samples; None: 0, or what the snapshot said that the dock was restored from.
+    """
+
+    group_id: int
+    size: int
+    kind: Kind
+    block: BlockRef
+    columns: tuple[str, ...]
+    attempt: int | None = None
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Columns of some rows, written into a slab of `owner`. Each row has all of the columns.
+
+    lease: under which the rows were taken (None: nobody's). sampled_version: the oldest policy version of any token
+    in the block, from a stage that samples.
+    """
+
+    owner: str
+    block: BlockRef
+    rows: list[SampleId]
+    columns: tuple[str, ...]
+    lease: int | None = None
+    sampled_version: int | None = None
+
+
+@dataclass(frozen=True)
+class GroupEntry:
+    """A taken group. shared: its own columns. rows: the taken samples, each with the blocks of its columns.
+
+    oldest_version: the oldest policy version of any of its tokens; None before it is sampled.
+    """
+
+    group_id: int
+    size: int
+    kind: Kind
+    attempt: int
+    shared: dict[str, BlockRef]
+    rows: tuple[tuple[SampleId, dict[str, BlockRef]], ...]
+    oldest_version: int | None = None
+
+
+@dataclass(frozen=True)
+class Take:
+    """What a reader has been given, until the lease ends (`deadline`, of the dock's clock; any message renews it).
+
+    version: the dock's, at the take. window: of a batch, all of its groups in order, the dropped ones among them;
+    num_dropped: how many of them were dropped.
+    """
+
+    lease: int
+    stage: str
+    deadline: float
+    version: int
+    groups: tuple[GroupEntry, ...]
+    window: tuple[int, ...] = ()
+    num_dropped: int = 0
+
+
+class Answer(NamedTuple):
+    """A take's outcome, and the dock's `seq` when it was decided.
+
+    refused: ready groups were held back because of the sampler's policy version.
+    """
+
+    take: Take | None
+    seq: int
+    refused: bool = False
+
+
+class Status(NamedTuple):
+    """A few numbers about the dock, in one message."""
+
+    seq: int
+    version: int
+    num_admissible: int
+
+
+@dataclass(frozen=True)
+class SlabLease:
+    """A slab to write into: its generation, its size, and its file (None: memory of the dock's process)."""
+
+    slab: int
+    generation: int
+    path: str | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The payload: bytes of all slabs, of those that hold live rows or are being written, and the budget."""
+
+    held_bytes: int
+    busy_bytes: int
+    capacity_bytes: int
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class ExpiredLease:
+    """A lease that ended by time: who had it, at which stage, and the groups that went back to the queue."""
+
+    lease: int
+    stage: str
+    reader: str
+    group_ids: tuple[int, ...]

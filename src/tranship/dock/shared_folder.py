@@ -1,0 +1,97 @@
+"""The folder of a shared warehouse: `tranship-<run id>-<pid>`, held by a lock as long as its process lives.
+
+What dead processes left is swept by the next one. A folder counts as left over only if its process is gone and nobody
+holds its lock, which also holds between containers that share the memory but not the process ids.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from tranship.types import UserError
+
+_PREFIX = "tranship-"
+_LOCK = "lock"
+
+
+def default_root() -> Path:
+    """Where memory can be shared by name: /dev/shm, or the folder for temporary files where there is none."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() else Path(tempfile.gettempdir())
+
+
+class SharedFolder:
+    """A folder of this process, private to this user."""
+
+    def __init__(self, run_id: str, root: Path) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", run_id):
+            raise UserError(f"run id {run_id!r} cannot name a folder: use up to 64 letters, digits, dots, - and _")
+        self.path = _make_folder(root, f"{_PREFIX}{run_id}-{os.getpid()}")
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Remove the folder. A second call does nothing."""
+        if self._lock < 0:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+
+def _make_folder(root: Path, name: str) -> Path:
+    """A new folder; with a further number at the start of its name's tail if this process has one of that name."""
+    for attempt in range(1000):
+        path = root / (name if not attempt else f"{_PREFIX}{attempt}.{name.removeprefix(_PREFIX)}")
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return path
+    raise UserError(f"{root} holds 1000 folders called {name}: remove them")
+
+
+def sweep(root: Path) -> list[str]:
+    """Remove the folders that dead processes of this user left; returns their names."""
+    removed = []
+    for folder in root.glob(f"{_PREFIX}*-*"):
+        pid = folder.name.rpartition("-")[2]
+        if not pid.isdigit() or folder.is_symlink() or not folder.is_dir():
+            continue
+        try:
+            if folder.stat().st_uid != os.getuid() or _process_lives(int(pid)) or _is_locked(folder / _LOCK):
+                continue
+        except FileNotFoundError:
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        removed.append(folder.name)
+    return removed
+
+
+def _process_lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,100 @@
+"""The groups that are in the dock, the controllers that they pass, and the payload that they keep alive."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tranship.dock.controller import Controller, Key
+from tranship.dock.group import OWN, Group
+from tranship.dock.messages import BlockRef, StageNeeds
+from tranship.dock.warehouse import Warehouse
+from tranship.types import SampleId
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Rows of a group became ready at a stage."""
+
+    stage: str
+    group: Group
+
+
+class GroupTable:
+    """Groups by id. A published column goes to the controllers whose stage reads it, and to no other."""
+
+    def __init__(self, stages: Sequence[StageNeeds], warehouse: Warehouse) -> None:
+        self.controllers = {needs.name: Controller(needs) for needs in stages}
+        if len(self.controllers) != len(stages):
+            raise ValueError(f"a stage stands twice: {[needs.name for needs in stages]}")
+        self._readers: defaultdict[str, list[Controller]] = defaultdict(list)
+        for controller in self.controllers.values():
+            for column in dict.fromkeys(controller.needs.reads):
+                self._readers[column].append(controller)
+        self._warehouse = warehouse
+        self._groups: dict[int, Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._groups
+
+    def groups(self) -> Iterable[Group]:
+        """All groups that are here."""
+        return self._groups.values()
+
+    def get(self, group_id: int) -> Group | None:
+        """A group, if it is here."""
+        return self._groups.get(group_id)
+
+    def admit(self, group: Group) -> list[Ready]:
+        """A new group, without columns."""
+        assert group.group_id not in self._groups, group.group_id
+        self._groups[group.group_id] = group
+        return [
+            Ready(name, group)
+            for name, controller in self.controllers.items()
+            if controller.admit(group.group_id, group.size, group.kind)
+        ]
+
+    def store(self, group: Group, row: SampleId, columns: Iterable[str], ref: BlockRef) -> list[Ready]:
+        """Columns of a row that it did not have before. Returns where something became ready."""
+        ready: list[Ready] = []
+        for column in columns:
+            new = group.store(column, row.sample_index, ref)
+            complete = bool(new) and group.is_complete(column)
+            for controller in self._readers.get(column, ()):
+                keys: list[Key] = []
+                if not controller.takes_groups:
+                    keys = [(group.group_id, index) for index in new]
+                elif complete:
+                    keys = [group.group_id]
+                if sum(controller.arrived(key) for key in keys):
+                    ready.append(Ready(controller.needs.name, group))
+        group.slabs[ref.slab] += 1
+        self._warehouse.retain(ref.slab, 1)
+        return ready
+
+    def missing(self, row: SampleId, group: Group, columns: Sequence[str]) -> list[str]:
+        """Those of the columns that a row does not have yet."""
+        if row.sample_index == OWN:
+            return [column for column in columns if OWN not in group.columns.get(column, {})]
+        return [column for column in columns if not group.has(column, row.sample_index)]
+
+    def leave(self, group: Group) -> dict[int, list[Key]]:
+        """A group leaves the dock; returns which keys were with readers, by lease. Its payload stays until `free`."""
+        group.here = False
+        del self._groups[group.group_id]
+        lost: defaultdict[int, list[Key]] = defaultdict(list)
+        for controller in self.controllers.values():
+            for key, lease in controller.forget(group.group_id).items():
+                lost[lease].append(key)
+        return lost
+
+    def free(self, group: Group) -> None:
+        """Nobody looks at a group that has left: its rows are dead."""
+        for slab, rows in group.slabs.items():
+            self._warehouse.release(slab, rows)
+        group.slabs.clear()

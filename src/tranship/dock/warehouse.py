@@ -1,0 +1,210 @@
+"""The payload plane of one node: slabs, leased to those who write, recycled when nothing in them is alive.
+
+It never looks at payload. A writer fills its slab from the front and asks for another when it is full. A slab that is
+sealed and holds no live row becomes free: its generation goes up, so that a late reader finds out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tranship.dock.block import align
+from tranship.dock.errors import DockFull, StaleSlab
+from tranship.dock.messages import BlockRef, MemoryUse, SlabLease
+from tranship.dock.shared_folder import SharedFolder, default_root, sweep
+from tranship.dock.slab import PAYLOAD_AT, header, slab_path
+
+
+@dataclass
+class _Slab:
+    id: int
+    nbytes: int
+    owner: str
+    memory: memoryview | None
+    generation: int = 1
+    state: Literal["open", "sealed", "free"] = "open"
+    live: int = 0
+    # Taken from an owner that may still write into it: these pages are never given to anybody else.
+    abandoned: bool = False
+
+
+class Warehouse:
+    """Slabs of one run. shared: files that other processes of this machine map; else memory of this process.
+
+    slab_bytes: usual size of a slab. capacity_bytes: of all of them together. root: where the files are (/dev/shm).
+    """
+
+    def __init__(
+        self, run_id: str, slab_bytes: int, capacity_bytes: int, shared: bool, *, root: Path | None = None
+    ) -> None:
+        self._slab_bytes = align(slab_bytes)
+        self._capacity = capacity_bytes
+        self._slabs: dict[int, _Slab] = {}
+        self._open: dict[str, int] = {}
+        self._next = 1
+        self._held = 0
+        self._refusal = ""
+        self._folder: SharedFolder | None = None
+        if shared:
+            root = root or default_root()
+            sweep(root)
+            self._folder = SharedFolder(run_id, root)
+
+    @property
+    def folder(self) -> str | None:
+        """Where the slabs' files are; None if they are memory of this process."""
+        return str(self._folder.path) if self._folder else None
+
+    def lease_slab(self, owner: str, min_bytes: int, giving_up: int | None = None) -> SlabLease | None:
+        """A slab with room for a block of min_bytes, or None if there is none now.
+
+        giving_up: the slab that the owner has filled and will not write to any more; if it has another one, that one
+        was its predecessor's, who may still be alive somewhere. DockFull if the block can never fit.
+        """
+        nbytes = max(self._slab_bytes, PAYLOAD_AT + align(min_bytes))
+        if nbytes > self._capacity:
+            raise DockFull(
+                f"{owner} wants to put {min_bytes} bytes at once, and dock.capacity_bytes is {self._capacity}: raise it"
+            )
+        if owner in self._open:
+            self._seal(self._slabs[self._open[owner]], abandoned=self._open[owner] != giving_up)
+        slab = self._reuse(owner, nbytes) or self._create(owner, nbytes)
+        if slab is None:
+            return None
+        slab.owner, slab.state = owner, "open"
+        self._open[owner] = slab.id
+        path = str(slab_path(self._folder.path, slab.id)) if self._folder else None
+        return SlabLease(slab.id, slab.generation, path, slab.nbytes)
+
+    def seal(self, owner: str) -> None:
+        """The owner is gone: what it published stays, and what it still writes reaches nobody."""
+        if owner in self._open:
+            self._seal(self._slabs[self._open[owner]], abandoned=True)
+
+    def check_block(self, ref: BlockRef, owner: str | None = None) -> None:
+        """StaleSlab unless a block lies in a slab that is being written (by `owner`, if that is given)."""
+        slab = self._slabs.get(ref.slab)
+        if slab is None or slab.state != "open" or slab.generation != ref.generation:
+            raise StaleSlab(f"slab {ref.slab} of generation {ref.generation} is not on lease any more")
+        if owner is not None and slab.owner != owner:
+            raise StaleSlab(f"slab {ref.slab} is on lease to {slab.owner}, not to {owner}")
+        if ref.offset < PAYLOAD_AT or ref.nbytes <= 0 or ref.offset + ref.nbytes > slab.nbytes:
+            raise ValueError(f"block {ref} does not lie in a slab of {slab.nbytes} bytes")
+
+    def retain(self, slab: int, rows: int) -> None:
+        """So many more live rows lie in a slab."""
+        self._slabs[slab].live += rows
+
+    def release(self, slab: int, rows: int) -> None:
+        """So many rows of a slab are dead."""
+        entry = self._slabs[slab]
+        entry.live -= rows
+        assert entry.live >= 0, f"slab {slab} lost more rows than it had"
+        self._recycle(entry)
+
+    def memory(self, slab: int) -> memoryview:
+        """The memory of a slab of this process. StaleSlab if it is gone."""
+        entry = self._slabs.get(slab)
+        if entry is None or entry.memory is None:
+            raise StaleSlab(f"slab {slab} is gone")
+        return entry.memory
+
+    def use(self) -> MemoryUse:
+        """How full it is, and why the last slab was refused."""
+        busy = sum(slab.nbytes for slab in self._slabs.values() if slab.state != "free")
+        return MemoryUse(self._held, busy, self._capacity, self._refusal)
+
+    def close(self) -> None:
+        """Remove everything. A second call does nothing."""
+        self._slabs.clear()
+        self._open.clear()
+        self._held = 0
+        if self._folder:
+            self._folder.close()
+
+    def _seal(self, slab: _Slab, *, abandoned: bool) -> None:
+        del self._open[slab.owner]
+        slab.state = "sealed"
+        slab.abandoned = abandoned
+        self._recycle(slab)
+
+    def _recycle(self, slab: _Slab) -> None:
+        if slab.live or slab.state != "sealed":
+            return
+        if slab.abandoned or slab.nbytes > self._slab_bytes:
+            self._remove(slab)
+            return
+        slab.state = "free"
+        slab.generation += 1
+        self._write_header(slab)
+
+    def _free(self) -> Iterator[_Slab]:
+        return (slab for slab in self._slabs.values() if slab.state == "free")
+
+    def _reuse(self, owner: str, nbytes: int) -> _Slab | None:
+        """A free slab that is large enough: the owner's last one first, since its pages are mapped there."""
+        fitting = (slab for slab in self._free() if slab.nbytes >= nbytes)
+        return min(fitting, key=lambda slab: (slab.owner != owner, slab.id), default=None)
+
+    def _create(self, owner: str, nbytes: int) -> _Slab | None:
+        for slab in list(self._free()):
+            if self._held + nbytes <= self._capacity:
+                break
+            self._remove(slab)
+        if self._held + nbytes > self._capacity:
+            self._refusal = f"{self._held} of {self._capacity} bytes (dock.capacity_bytes) are in use"
+            return None
+        slab = _Slab(self._next, nbytes, owner, None)
+        if self._folder:
+            if not self._create_file(slab):
+                return None
+        else:
+            slab.memory = memoryview(mmap.mmap(-1, nbytes))
+        self._next += 1
+        self._slabs[slab.id] = slab
+        self._held += nbytes
+        self._write_header(slab)
+        return slab
+
+    def _create_file(self, slab: _Slab) -> bool:
+        """Whether the memory of a slab's file could be set aside now; later, a lack of it would kill the writer."""
+        assert self._folder is not None
+        path = slab_path(self._folder.path, slab.id)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, slab.nbytes)
+            else:
+                os.truncate(descriptor, slab.nbytes)
+        except OSError as error:
+            path.unlink()
+            self._refusal = f"{self._folder.path.parent} has no room for {slab.nbytes} bytes more ({error.strerror})"
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _write_header(self, slab: _Slab) -> None:
+        data = header(slab.id, slab.generation, slab.nbytes)
+        if slab.memory is not None:
+            slab.memory[: len(data)] = data
+            return
+        assert self._folder is not None
+        descriptor = os.open(slab_path(self._folder.path, slab.id), os.O_WRONLY)
+        try:
+            os.pwrite(descriptor, data, 0)
+        finally:
+            os.close(descriptor)
+
+    def _remove(self, slab: _Slab) -> None:
+        slab.generation += 1
+        self._write_header(slab)
+        del self._slabs[slab.id]
+        self._held -= slab.nbytes
+        if self._folder:
+            slab_path(self._folder.path, slab.id).unlink(missing_ok=True)
