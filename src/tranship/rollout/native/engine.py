@@ -1,0 +1,327 @@
+"""The native rollout engine: continuous batching over slots, one process, one device.
+
+Each step admits what waits, prefills what needs it, and decodes one token of every running sample. A prompt is
+prefilled once for its group; its keys and values are copied to the slots of the group's samples.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from tranship.layouts.pieces import Piece
+from tranship.rollout.engine import Capabilities, GroupRequest
+from tranship.rollout.native.cache import KvCache
+from tranship.rollout.native.model import Chunk, Model
+from tranship.rollout.native.requests import Group, PromptState, make_group
+from tranship.rollout.native.sampling import draw
+from tranship.rollout.native.shape import read_shape
+from tranship.rollout.native.slots import Slots
+from tranship.rollout.native.weights import Weights
+from tranship.types import Response, RunError, SampleId, UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PREFILL_TOKENS = 2048
+"""Chunks are packed into one prefill until they have so many tokens (a longer chunk runs alone)."""
+PROBE_ROWS = 128
+
+
+class NativeEngine:
+    """Llama, Qwen2 and Qwen3 on one device. See `RolloutEngine` for what each method promises.
+
+    model_dir: a Hugging Face folder, of which only config.json is read: weights come in through `pieces` and
+    `storage`. max_tokens: the longest prompt and response together. on_update: "recompute" computes the cache of
+    unfinished responses again with new weights, "keep" leaves it. deterministic: see `Capabilities`; an interrupted
+    response is then replayed token by token, so that it goes on as if it had never stopped. ignore_eos: every
+    response runs to its cap.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        dtype: Literal["fp32", "bf16"],
+        device: str,
+        max_running: int,
+        max_tokens: int,
+        on_update: Literal["recompute", "keep"],
+        deterministic: bool,
+        eos_token_ids: tuple[int, ...],
+        ignore_eos: bool = False,
+    ) -> None:
+        self._device = torch.device(device)
+        if deterministic:
+            _check_deterministic(dtype, self._device)
+        self._shape = read_shape(Path(model_dir), max_tokens)
+        self._max_tokens = max_tokens
+        self._recompute = on_update == "recompute"
+        self._eos_token_ids = eos_token_ids
+        self._ignore_eos = ignore_eos
+        self._deterministic = deterministic
+        self.capabilities = Capabilities(deterministic=deterministic, partial_rollout=True)
+        self._weights = Weights(self._shape, DTYPES[dtype], self._device)
+        self._model = Model(self._shape, self._device, max_tokens, fixed_columns=deterministic)
+        self._cache = KvCache(self._shape, max_running, DTYPES[dtype], self._device)
+        self._slots = Slots(max_running, max_tokens)
+        self._queue: deque[Group] = deque()
+        self._ended: list[Response] = []
+        self._names: set[SampleId] = set()
+        self._policy_version = -1
+        self._updating = False
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._names)
+
+    @property
+    def num_free(self) -> int:
+        waiting = sum(len(group.waiting) for group in self._queue)
+        return max(0, self._slots.num_slots - self._slots.count - waiting)
+
+    def submit(self, request: GroupRequest) -> None:
+        ends = () if self._ignore_eos else (*self._eos_token_ids, *request.sampling.stop_token_ids)
+        group, ended = make_group(request, vocab=self._shape.vocab, max_tokens=self._max_tokens, end_ids=ends)
+        twice = self._names.intersection(request.samples)
+        if twice:
+            raise UserError(f"{min(twice)} is running already: abort it first, or give another attempt number")
+        self._names.update(request.samples)
+        self._ended += ended
+        if group.waiting:
+            self._queue.append(group)
+
+    @torch.inference_mode()
+    def step(self) -> list[Response]:
+        """See `RolloutEngine.step`. Raises RunError naming samples whose logits are not finite; they are dropped,
+        and the next step goes on with the others."""
+        assert not self._updating, "a step between begin_update and finish_update"
+        finished, self._ended = self._ended, []
+        if self._slots.count or self._queue:
+            self._need_weights()
+            self._admit()
+            fresh = self._prefill()
+            finished += self._collect(fresh)
+            if self._slots.count:
+                finished += self._collect(self._decode())
+        self._names.difference_update(response.sample for response in finished)
+        return finished
+
+    def abort(self, samples: Sequence[SampleId] | None = None) -> list[Response]:
+        """See `RolloutEngine.abort`. Samples that are not unfinished are passed over."""
+        wanted = set(self._names) if samples is None else self._names.intersection(samples)
+        stopped = [response for response in self._ended if response.sample in wanted]
+        self._ended = [response for response in self._ended if response.sample not in wanted]
+        for group in self._queue:
+            stopped += [sample.response("abort") for sample in group.waiting if sample.sample in wanted]
+            group.waiting = deque(sample for sample in group.waiting if sample.sample not in wanted)
+        self._queue = deque(group for group in self._queue if group.waiting)
+        for slot in reversed(range(self._slots.count)):
+            if self._slots.names[slot] in wanted:
+                stopped.append(self._slots.response(slot, "abort"))
+                self._release(slot)
+        self._names -= wanted
+        return stopped
+
+    def pieces(self) -> list[Piece]:
+        return self._weights.pieces()
+
+    def storage(self, name: str) -> torch.Tensor:
+        return self._weights[name]
+
+    def begin_update(self) -> None:
+        assert not self._updating, "begin_update twice"
+        self._updating = True
+
+    @torch.inference_mode()
+    def finish_update(self, policy_version: int) -> None:
+        """See `RolloutEngine.finish_update`. The cache is computed again by the next step, not here."""
+        assert self._updating, "finish_update without begin_update"
+        self._model.prepare(self._weights)
+        for group in (*self._queue, *self._slots.groups):
+            group.prompt = None
+        if self._recompute:
+            self._slots.cached[: self._slots.count] = -1
+        self._policy_version = policy_version
+        self._updating = False
+
+    @torch.inference_mode()
+    def probe(self, token_ids: np.ndarray) -> np.ndarray:
+        self._need_weights()
+        hidden, _ = self._model.prefill([Chunk(np.asarray(token_ids, np.int32))])
+        targets = torch.from_numpy(np.asarray(token_ids[1:], np.int64)).to(self._device)[:, None]
+        parts = [np.empty(0, np.float32)]
+        for start in range(0, len(targets), PROBE_ROWS):
+            rows = slice(start, min(start + PROBE_ROWS, len(targets)))
+            logprobs = torch.log_softmax(self._model.logits(hidden[rows]).float(), -1)
+            parts.append(logprobs.gather(1, targets[rows]).squeeze(1).cpu().numpy())
+        return np.concatenate(parts)
+
+    def sleep(self) -> None:
+        assert not self._names, f"{len(self._names)} samples are unfinished: abort them before sleep"
+        self._weights.free()
+        self._model.free()
+        self._cache.free()
+        self._policy_version = -1
+
+    def wake_up(self) -> None:
+        self._weights.allocate()
+
+    def _need_weights(self) -> None:
+        if self._policy_version < 0:
+            raise RunError("the rollout engine has no weights yet: it needs an update before it can sample")
+
+    def _admit(self) -> None:
+        """Move waiting samples, in order of arrival, to free slots."""
+        while self._queue and self._slots.count < self._slots.num_slots:
+            group = self._queue[0]
+            self._slots.add(group, group.waiting.popleft())
+            if not group.waiting:
+                self._queue.popleft()
+
+    def _prefill(self) -> np.ndarray:
+        """Compute what the cache of running samples lacks; returns the slots that got their first token."""
+        slots = self._slots
+        lacking = np.flatnonzero(slots.cached[: slots.count] < 0)
+        if not len(lacking):
+            return lacking
+        self._prefill_prompts([slots.groups[slot] for slot in lacking])
+        self._cache.reserve(int((slots.prompt_length + slots.cap)[lacking].max()))
+        self._copy_prompts(lacking)
+        fresh = lacking[slots.length[lacking] == 0]
+        if len(fresh):
+            self._draw_first(fresh)
+        partial = lacking[slots.length[lacking] > 1]
+        if len(partial) and not self._deterministic:
+            self._prefill_partials(partial)
+        for group in {id(group): group for group in slots.groups}.values():
+            if not group.waiting:
+                group.prompt = None
+        return fresh
+
+    def _prefill_prompts(self, groups: Sequence[Group]) -> None:
+        """Fill in the prompt state of these groups where it is missing."""
+        missing = list({id(group): group for group in groups if group.prompt is None}.values())
+        limit = 1 if self._deterministic else PREFILL_TOKENS
+        for batch in _batches([len(group.prompt_ids) for group in missing], limit):
+            chosen = [missing[index] for index in batch]
+            hidden, kept = self._model.prefill([Chunk(group.prompt_ids) for group in chosen])
+            stops = np.cumsum([len(group.prompt_ids) for group in chosen])
+            logits = self._model.logits(hidden[torch.from_numpy(stops - 1).to(self._device)])
+            for row, (group, stop) in enumerate(zip(chosen, stops, strict=True)):
+                tokens = slice(int(stop) - len(group.prompt_ids), int(stop))
+                group.prompt = PromptState([self._per_head(layer[tokens]) for layer in kept], logits[row])
+
+    def _per_head(self, kv_L2GD: torch.Tensor) -> torch.Tensor:
+        """[2, G, L, D]."""
+        return kv_L2GD.unflatten(1, (2, -1)).permute(1, 2, 0, 3).contiguous()
+
+    def _copy_prompts(self, rows: np.ndarray) -> None:
+        slots = self._slots
+        for slot in rows:
+            prompt = slots.groups[slot].prompt
+            assert prompt is not None, "the prompt was not prefilled"
+            for layer, kv in enumerate(prompt.kv):
+                self._cache.fill(layer, [int(slot)], 0, kv)
+        slots.cached[rows] = 0
+
+    def _draw_first(self, rows: np.ndarray) -> None:
+        """Draw the first token of these slots from their prompts' logits."""
+        slots = self._slots
+        prompts = [slots.groups[slot].prompt for slot in rows]
+        logits = torch.stack([prompt.logits for prompt in prompts if prompt is not None])
+        self._append(rows, *draw(logits, slots.sampling(rows)))
+
+    def _prefill_partials(self, rows: np.ndarray) -> None:
+        """Fill the cache of interrupted samples, up to the token before their last."""
+        slots = self._slots
+        for batch in _batches([int(slots.length[slot]) - 1 for slot in rows], PREFILL_TOKENS):
+            chosen = [int(rows[index]) for index in batch]
+            chunks = []
+            for slot in chosen:
+                prompt = slots.groups[slot].prompt
+                assert prompt is not None, "the prompt was not prefilled"
+                tokens = slots.tokens[slot, : slots.length[slot] - 1]
+                chunks.append(Chunk(tokens, int(slots.prompt_length[slot]), prompt.kv))
+            _, kept = self._model.prefill(chunks)
+            at = 0
+            for slot, chunk in zip(chosen, chunks, strict=True):
+                tokens = slice(at, at + len(chunk.token_ids))
+                for layer, kv in enumerate(kept):
+                    self._cache.fill(layer, [slot], chunk.start, self._per_head(kv[tokens]))
+                slots.cached[slot] = len(chunk.token_ids)
+                at = tokens.stop
+
+    def _decode(self) -> np.ndarray:
+        """Run one token of every slot; returns the slots that got a new one (the others replay what they had)."""
+        slots = self._slots
+        rows = np.arange(slots.count)
+        inputs = torch.from_numpy(slots.tokens[rows, slots.cached[rows]].astype(np.int64))
+        positions = torch.from_numpy(slots.prompt_length[rows] + slots.cached[rows])
+        self._cache.reserve(int(positions.max()) + 1)
+        logits = self._model.decode(inputs.to(self._device), positions.to(self._device), self._cache)
+        slots.cached[rows] += 1
+        grown = rows[slots.cached[rows] == slots.length[rows]]
+        if len(grown) < len(rows):
+            logits = logits[torch.from_numpy(grown).to(self._device)]
+        if len(grown):
+            self._append(grown, *draw(logits, slots.sampling(grown)))
+        return grown
+
+    def _append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        bad = ~np.isfinite(logprobs)
+        if bad.any():
+            names = [self._slots.names[slot] for slot in rows[bad]]
+            self._drop(names)
+            raise RunError(
+                f"logits that are not finite, at policy version {self._policy_version}, for samples "
+                f"{', '.join(str(tuple(name)) for name in names[:4])}{' ...' if len(names) > 4 else ''} "
+                f"({len(names)} in all): check the weights of that version"
+            )
+        self._slots.append(rows, tokens, logprobs, self._policy_version)
+
+    def _drop(self, names: Sequence[SampleId]) -> None:
+        self.abort(names)
+
+    def _collect(self, rows: np.ndarray) -> list[Response]:
+        """The responses of those of these slots that have ended; their slots become free."""
+        finished = []
+        for slot in reversed(self._slots.ended(rows)):
+            finished.append(self._slots.response(slot, self._slots.reason(slot)))
+            self._release(int(slot))
+        return finished
+
+    def _release(self, slot: int) -> None:
+        slots = self._slots
+        moved = slots.remove(slot)
+        if moved != slot and slots.cached[slot] >= 0:
+            self._cache.move(moved, slot, int(slots.prompt_length[slot] + slots.cached[slot]))
+
+
+def _check_deterministic(dtype: str, device: torch.device) -> None:
+    threads = torch.get_num_threads()
+    if dtype != "fp32" or device.type != "cpu" or threads != 1:
+        raise UserError(
+            f"the deterministic mode of the native engine needs dtype fp32, device cpu and 1 thread, not {dtype}, "
+            f"{device} and {threads}: set rollout.dtype=fp32, placement.device=cpu, placement.threads_per_process=1"
+        )
+
+
+def _batches(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices in order, cut so that the sizes of a batch add up to at most `limit` (one larger is alone)."""
+    batches: list[list[int]] = []
+    total = 0
+    for index, size in enumerate(sizes):
+        if not batches or total + size > limit:
+            batches.append([])
+            total = 0
+        batches[-1].append(index)
+        total += size
+    return batches

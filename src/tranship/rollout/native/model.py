@@ -1,0 +1,234 @@
+"""The forward pass of a dense decoder: packed whole sequences (prefill, probe), or one token of each slot (decode).
+
+Query and key heads are kept in an order in which the two halves that a rotary embedding turns lie side by side, so
+that turning is one complex product; dot products do not depend on the order.
+
+Letters: N tokens (packed) or rows (decode), H hidden, Q query heads, G key heads, R = Q / G, D head_dim, T columns,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from tranship.rollout.native.cache import GROW_STEP, READ_STEP, KvCache, round_up
+from tranship.rollout.native.linear import Linear, make_linear
+from tranship.rollout.native.shape import ModelShape
+from tranship.rollout.native.weights import Weights
+
+FIXED_COLUMNS = GROW_STEP
+"""In deterministic mode attention reads the cache in blocks of this width, so that no product's shape depends on
+how long the neighbours are."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence: int32 [L], from position `start` on.
+
+    past: for each layer the keys and values [2, G, start, D] of what came before; None where start is 0.
+    """
+
+    token_ids: np.ndarray
+    start: int = 0
+    past: Sequence[torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer, ready for its kernels."""
+
+    attn_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: Linear
+    mlp_norm: torch.Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+class Model:
+    """Prepared weights and the passes over them. `prepare` must follow every change of the weights."""
+
+    def __init__(self, shape: ModelShape, device: torch.device, max_tokens: int, fixed_columns: bool) -> None:
+        self._shape = shape
+        self._device = device
+        self._fixed_columns = fixed_columns
+        angles = torch.arange(max_tokens + 1, dtype=torch.float32)[:, None] * shape.rope_frequencies
+        turns = torch.polar(torch.full_like(angles, shape.rope_scale), angles)
+        self._turns = turns.to(device)[:, None]
+        self._scale = shape.head_dim**-0.5
+        self._layers: list[Layer] = []
+
+    def free(self) -> None:
+        """Drop the prepared weights."""
+        self._layers = []
+        del self._embed, self._norm, self._head
+
+    def prepare(self, weights: Weights) -> None:
+        """Pack the weights for the kernels; vectors and the embedding are read where they lie."""
+        self._embed, self._norm = weights["embed"], weights["norm"]
+        self._head = make_linear(self._embed if self._shape.tied else weights["lm_head"])
+        self._layers = [self._prepare_layer(weights, f"layers.{index}") for index in range(self._shape.num_layers)]
+
+    def _prepare_layer(self, weights: Weights, own: str) -> Layer:
+        mlp = self._shape.mlp
+        order = self._head_order()
+        rows = self._row_order(order)
+        qkv_bias, gate_up_bias = weights.get(f"{own}.qkv_bias"), weights.get(f"{own}.gate_up_bias")
+        q_norm, k_norm = weights.get(f"{own}.q_norm"), weights.get(f"{own}.k_norm")
+        gate_up = weights[f"{own}.gate_up"]
+        return Layer(
+            attn_norm=weights[f"{own}.attn_norm"],
+            qkv=make_linear(weights[f"{own}.qkv"][rows], None if qkv_bias is None else qkv_bias[rows]),
+            q_norm=None if q_norm is None else q_norm[order],
+            k_norm=None if k_norm is None else k_norm[order],
+            o=make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias")),
+            mlp_norm=weights[f"{own}.mlp_norm"],
+            gate=make_linear(gate_up[:mlp], None if gate_up_bias is None else gate_up_bias[:mlp]),
+            up=make_linear(gate_up[mlp:], None if gate_up_bias is None else gate_up_bias[mlp:]),
+            down=make_linear(weights[f"{own}.down"], weights.get(f"{own}.down_bias")),
+        )
+
+    def _head_order(self) -> torch.Tensor:
+        """int64 [D]: element i of the first half, then element i of the second, and so on."""
+        return torch.arange(self._shape.head_dim, device=self._device).view(2, -1).t().flatten()
+
+    def _row_order(self, order: torch.Tensor) -> torch.Tensor:
+        """int64 [(Q + 2 G) D]: the rows of the fused projection, query and key heads reordered."""
+        shape = self._shape
+        turned = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+        starts = torch.arange(0, turned, shape.head_dim, device=self._device)
+        values = torch.arange(turned, turned + shape.num_kv_heads * shape.head_dim, device=self._device)
+        return torch.cat([(starts[:, None] + order).flatten(), values])
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """[N, V] of final hidden states."""
+        return self._head(hidden_NH)
+
+    def prefill(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run several chunks, packed one after the other; no token sees another chunk.
+
+        Returns the final hidden states [N, H], and for each layer the keys and values [N, 2 G, D].
+        """
+        tokens_N = torch.from_numpy(np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int64))
+        positions = [np.arange(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
+        positions_N = torch.from_numpy(np.concatenate(positions))
+        turns_N = self._turns[positions_N.to(self._device)]
+        masks = [self._chunk_mask(chunk) for chunk in chunks]
+        x_NH = functional.embedding(tokens_N.to(self._device), self._embed)
+        kept = []
+        for index, layer in enumerate(self._layers):
+            q_NQD, kv_N2GD = self._project(layer, x_NH, turns_N * self._scale, turns_N)
+            kept.append(kv_N2GD)
+            out = []
+            at = 0
+            for chunk, mask in zip(chunks, masks, strict=True):
+                tokens = slice(at, at + len(chunk.token_ids))
+                past = None if chunk.past is None else chunk.past[index]
+                out.append(self._attend_chunk(q_NQD[tokens], kv_N2GD[tokens], past, mask))
+                at = tokens.stop
+            x_NH = self._finish_layer(layer, x_NH, torch.cat(out) if len(out) > 1 else out[0])
+        return self._rms(x_NH, self._norm), kept
+
+    def _chunk_mask(self, chunk: Chunk) -> torch.Tensor | None:
+        if chunk.past is None:
+            return None
+        length = len(chunk.token_ids)
+        shape = (length, chunk.start + length)
+        return torch.ones(shape, dtype=torch.bool, device=self._device).tril_(chunk.start)
+
+    def _attend_chunk(
+        self, q_LQD: torch.Tensor, kv_L2GD: torch.Tensor, past_2GTD: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        heads = self._shape.num_kv_heads
+        keys, values = kv_L2GD[:, :heads].transpose(0, 1), kv_L2GD[:, heads:].transpose(0, 1)
+        if past_2GTD is not None:
+            keys, values = torch.cat([past_2GTD[0], keys], 1), torch.cat([past_2GTD[1], values], 1)
+        out_1QLD = functional.scaled_dot_product_attention(
+            q_LQD.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=1.0,
+            enable_gqa=True,
+        )
+        return out_1QLD[0].transpose(0, 1).flatten(1)
+
+    def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KvCache) -> torch.Tensor:
+        """Run one token of each of slots 0..N-1 and keep its keys and values; returns the logits [N, V].
+
+        tokens_N, positions_N: int64. The cache must have room for the positions.
+        """
+        count = len(tokens_N)
+        step = FIXED_COLUMNS if self._fixed_columns else READ_STEP
+        columns = round_up(int(positions_N.max()) + 1, step)
+        turns_N = self._turns[positions_N]
+        scaled_N = turns_N * self._scale
+        index = cache.write_index(positions_N)
+        hidden = torch.arange(columns, device=self._device) > positions_N[:, None]
+        mask_N1T = torch.zeros(hidden.shape, dtype=self._embed.dtype, device=self._device)
+        mask_N1T = mask_N1T.masked_fill_(hidden, float("-inf"))[:, None]
+        x_NH = functional.embedding(tokens_N, self._embed)
+        for number, layer in enumerate(self._layers):
+            q_NQD, kv_N2GD = self._project(layer, x_NH, scaled_N, turns_N)
+            cache.flat(number).index_put_((index,), kv_N2GD)
+            keys, values = cache.read(number, count, columns)
+            x_NH = self._finish_layer(layer, x_NH, self._attend(q_NQD, keys, values, mask_N1T))
+        return self._head(self._rms(x_NH, self._norm))
+
+    def _attend(
+        self, q_NQD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask_N1T: torch.Tensor
+    ) -> torch.Tensor:
+        """Each row's attention over its own slot [N, Q D]. keys, values: [N G, T, D]."""
+        count, columns = q_NQD.shape[0], keys.shape[1]
+        q = q_NQD.reshape(keys.shape[0], self._shape.heads_per_kv, -1)
+        if not self._fixed_columns:
+            scores = torch.bmm(q, keys.transpose(1, 2))
+            scores.view(count, -1, columns).add_(mask_N1T)
+            return torch.bmm(torch.softmax(scores, -1), values).view(count, -1)
+        blocks = [slice(start, start + FIXED_COLUMNS) for start in range(0, columns, FIXED_COLUMNS)]
+        scores = torch.cat([torch.bmm(q, keys[:, block].transpose(1, 2)) for block in blocks], -1)
+        scores.view(count, -1, columns).add_(mask_N1T)
+        probs = torch.softmax(scores, -1)
+        out = torch.bmm(probs[..., blocks[0]], values[:, blocks[0]])
+        for block in blocks[1:]:
+            out += torch.bmm(probs[..., block], values[:, block])
+        return out.view(count, -1)
+
+    def _project(
+        self, layer: Layer, x_NH: torch.Tensor, q_turns: torch.Tensor, k_turns: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turned and scaled queries [N, Q, D]; turned keys, then values [N, 2 G, D]."""
+        shape = self._shape
+        qkv_NX = layer.qkv(self._rms(x_NH, layer.attn_norm))
+        heads_NXD = qkv_NX.view(len(x_NH), -1, shape.head_dim)
+        q_NQD, kv_N2GD = heads_NXD[:, : shape.num_heads], heads_NXD[:, shape.num_heads :]
+        k_NGD = kv_N2GD[:, : shape.num_kv_heads]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q_NQD, normed = self._rms(q_NQD, layer.q_norm), self._rms(k_NGD, layer.k_norm)
+        else:
+            normed = k_NGD
+        k_NGD.copy_(_turn(normed, k_turns))
+        return _turn(q_NQD, q_turns), kv_N2GD
+
+    def _finish_layer(self, layer: Layer, x_NH: torch.Tensor, attended_NX: torch.Tensor) -> torch.Tensor:
+        x_NH = layer.o.add(attended_NX, x_NH)
+        normed_NH = self._rms(x_NH, layer.mlp_norm)
+        return layer.down.add(layer.up.mul(normed_NH, layer.gate.silu(normed_NH)), x_NH)
+
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self._shape.norm_eps)
+
+
+def _turn(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Heads [N, *, D], pairs side by side, turned by complex [N, 1, D / 2]; computed in fp32."""
+    pairs = heads.float().unflatten(-1, (-1, 2))
+    return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2).to(heads.dtype)

@@ -1,0 +1,117 @@
+"""The running samples, one slot each, as arrays: slots 0..count-1 are taken, in no particular order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tranship.rollout.native.requests import Group, Sample
+from tranship.rollout.native.sampling import RowSampling
+from tranship.types import FinishReason, Response, SampleId
+
+
+class Slots:
+    """What each running sample has: its tokens and how it is drawn.
+
+    length: tokens of the response so far. cached: how many of them have keys and values; -1 where the prompt's are
+    missing too. The token that decoding reads next is tokens[slot, cached].
+    """
+
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        self.num_slots = num_slots
+        self.count = 0
+        self.groups: list[Group] = []
+        self.names: list[SampleId] = []
+        self.prompt_length = np.zeros(num_slots, np.int64)
+        self.cap = np.zeros(num_slots, np.int64)
+        self.length = np.zeros(num_slots, np.int64)
+        self.cached = np.zeros(num_slots, np.int64)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.temperature = np.zeros(num_slots)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.top_p = np.zeros(num_slots)
+        self.min_p = np.zeros(num_slots)
+        self.end_ids = np.full((num_slots, 1), -1, np.int64)
+        self.tokens = np.zeros((num_slots, max_tokens), np.int32)
+        self.logprobs = np.zeros((num_slots, max_tokens), np.float32)
+        self.versions = np.zeros((num_slots, max_tokens), np.int32)
+
+    def add(self, group: Group, sample: Sample) -> int:
+        """Give a sample the next slot; returns it."""
+        slot, sampling, length = self.count, group.sampling, len(sample.tokens)
+        assert slot < self.num_slots, "no slot is free"
+        self.count += 1
+        group.num_running += 1
+        self.groups.append(group)
+        self.names.append(sample.sample)
+        self.prompt_length[slot] = len(group.prompt_ids)
+        self.cap[slot] = sampling.max_response_tokens
+        self.length[slot] = length
+        self.cached[slot] = -1
+        self.seed[slot] = sample.seed & 0xFFFFFFFFFFFFFFFF
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = sampling.top_k, sampling.top_p, sampling.min_p
+        self._set_ends(slot, group.end_ids)
+        self.tokens[slot, :length] = sample.tokens
+        self.logprobs[slot, :length] = sample.logprobs
+        self.versions[slot, :length] = sample.versions
+        return slot
+
+    def _set_ends(self, slot: int, end_ids: tuple[int, ...]) -> None:
+        missing = len(end_ids) - self.end_ids.shape[1]
+        if missing > 0:
+            self.end_ids = np.pad(self.end_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.end_ids[slot] = -1
+        self.end_ids[slot, : len(end_ids)] = end_ids
+
+    def sampling(self, rows: np.ndarray) -> RowSampling:
+        """How the next token of each of these slots is drawn."""
+        return RowSampling(
+            self.seed[rows],
+            self.length[rows],
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+        )
+
+    def append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Add one token to each of these slots."""
+        at = self.length[rows]
+        self.tokens[rows, at], self.logprobs[rows, at], self.versions[rows, at] = tokens, logprobs, version
+        self.length[rows] = at + 1
+
+    def ended(self, rows: np.ndarray) -> np.ndarray:
+        """Those of these slots (with at least one token) whose last token is an end, or that reached their cap."""
+        return rows[self._at_end(rows) | (self.length[rows] >= self.cap[rows])]
+
+    def _at_end(self, rows: np.ndarray) -> np.ndarray:
+        last = self.tokens[rows, self.length[rows] - 1]
+        return (last[:, None] == self.end_ids[rows]).any(1)
+
+    def reason(self, slot: int) -> FinishReason:
+        """Why an ended slot ended: an end token on the last allowed place is "stop"."""
+        return "stop" if self._at_end(np.array([slot]))[0] else "length"
+
+    def response(self, slot: int, reason: FinishReason) -> Response:
+        """A copy of what a slot has."""
+        row = (slot, slice(0, self.length[slot]))
+        return Response(
+            self.names[slot], self.tokens[row].copy(), self.logprobs[row].copy(), self.versions[row].copy(), reason
+        )
+
+    def remove(self, slot: int) -> int:
+        """Free a slot by moving the last one into it; returns the slot that moved (the same one: nothing moved)."""
+        last = self.count - 1
+        self.groups[slot].num_running -= 1
+        self.groups[slot], self.names[slot] = self.groups[last], self.names[last]
+        del self.groups[last], self.names[last]
+        if last != slot:
+            used = slice(0, self.length[last])
+            for array in (self.tokens, self.logprobs, self.versions):
+                array[slot, used] = array[last, used]
+            for array in (self.prompt_length, self.cap, self.length, self.cached, self.seed, self.temperature):
+                array[slot] = array[last]
+            for array in (self.top_k, self.top_p, self.min_p, self.end_ids):
+                array[slot] = array[last]
+        self.count = last
+        return last
