@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import jinja2
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -39,6 +40,32 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings.pop("backend", None)
     file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def template_system_prompt(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The system prompt that the chat template adds where messages have none; None if it adds none.
+
+    Example: SmolLM2's "You are a helpful AI assistant named SmolLM, trained by Hugging Face".
+    """
+    if not tokenizer.chat_template:
+        return None
+    user = {"role": "user", "content": "qzuserqz"}
+    try:
+        given = _render(tokenizer, [{"role": "system", "content": "qzsystemqz"}, user])
+    except (jinja2.TemplateError, TypeError):
+        return None  # The template has no system messages.
+    before, found, after = given.partition("qzsystemqz")
+    plain = _render(tokenizer, [user])
+    same_frame = plain.startswith(before) and plain.endswith(after) and len(plain) >= len(before) + len(after)
+    if not found or not same_frame:
+        return None
+    return plain[len(before) : len(plain) - len(after)]
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert isinstance(text, str), text
+    return text
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, token_ids: np.ndarray | Sequence[int]) -> str:
