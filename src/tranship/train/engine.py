@@ -31,7 +31,8 @@ class LossInputs:
     """One microbatch as the loss sees it: B samples padded to T response tokens; entries outside the mask mean nothing.
 
     logprobs_BT: float32, requires grad, of the current weights. old_logprobs_BT, advantages_BT: float32.
-    ref_logprobs_BT, proximal_logprobs_BT: float32 or None. mask_BT: bool. on_policy_BT: bool or None (TrainBatch.on_policy).
+    ref_logprobs_BT, proximal_logprobs_BT: float32 or None. mask_BT: bool. on_policy_BT: bool or None
+    (TrainBatch.on_policy).
     """
 
     logprobs_BT: torch.Tensor
@@ -56,9 +57,7 @@ class TrainEngine(Protocol):
         """Trainable elements, each counted once (tied ones too)."""
         ...
 
-    def update(
-        self, batch: TrainBatch, loss: LossFn, fence: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
+    def update(self, batch: TrainBatch, loss: LossFn, fence: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train on one batch: `train.minibatches` optimizer steps, split over whole groups in the order given.
 
         fence is called immediately before each optimizer step; what it raises leaves the weights as they are.

@@ -1,0 +1,128 @@
+"""A Hugging Face folder to a model that runs packed, and back. A model that packing would change is refused at load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from tranship.train.attention import ATTENTION
+from tranship.train.head import token_logprobs
+from tranship.train.packing import Pack, pack, rows_by_prompt
+from tranship.types import UserError
+
+# What a tokenizer, its chat template and generation settings may be kept in. Weights and config are written anew.
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates",
+    "generation_config.json",
+    "*.py",
+    "LICENSE*",
+)
+PROBE_TOLERANCE = 1e-3
+
+
+def load_model(model_dir: Path, device: torch.device, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The causal language model of a folder, in float32, on the device, with packed attention and without dropout.
+
+    Raises UserError if the folder does not load, or if packed log-probs differ from plain ones (recurrent layers,
+    scaled or capped logits): such a model would train on other numbers than it samples with.
+    """
+    if not (model_dir / "config.json").is_file():
+        raise UserError(f"{model_dir} is no Hugging Face model folder: it has no config.json")
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{model_dir} does not load as a causal language model: {first_line}") from error
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    model.eval()
+    _check_packing(model, model_dir)
+    return model
+
+
+def response_logprobs(model: PreTrainedModel, packed: Pack, *, temperature: float, dtype: torch.dtype) -> torch.Tensor:
+    """float32 [M]: log-probs of the pack's targets; products in dtype (under the caller's autocast)."""
+    hidden = model.base_model(
+        input_ids=packed.token_ids,
+        position_ids=packed.position_ids,
+        use_cache=False,
+        packed_index=packed.attention,
+    ).last_hidden_state
+    head = model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear), type(head)
+    return token_logprobs(
+        hidden[0].index_select(0, packed.source),
+        head.weight,
+        head.bias,
+        packed.target,
+        temperature=temperature,
+        dtype=dtype,
+    )
+
+
+def export_model(model: PreTrainedModel, model_dir: Path, folder: Path) -> None:
+    """Write weights and config of `model`, and copy what else model_dir holds for users of the model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # The folder's own settings are copied below; transformers would refuse to write odd ones.
+    generation, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = generation
+    for pattern in COMPANIONS:
+        for source in model_dir.glob(pattern):
+            if source.is_dir():
+                shutil.copytree(source, folder / source.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(source, folder / source.name)
+
+
+def _check_packing(model: PreTrainedModel, model_dir: Path) -> None:
+    """Compare two packed groups with each row run alone, by transformers' own attention and logits."""
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(0, vocabulary, size, dtype=np.int32) for size in (5, 3)]
+    responses = [generator.integers(0, vocabulary, size, dtype=np.int32) for size in (4, 2, 3)]
+    group_of = np.array([0, 1, 1])
+    device = model.device
+    packed = pack(rows_by_prompt(2, group_of), prompts, responses, wanted=None, device=device)
+    with torch.no_grad():
+        plain = []
+        for group, response in zip(group_of, responses, strict=True):
+            tokens = torch.from_numpy(np.concatenate([prompts[group], response]).astype(np.int64)).to(device)
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, len(prompts[group]) - 1 : -1]
+            plain.append(logits.float().log_softmax(-1).gather(1, tokens[len(prompts[group]) :, None])[:, 0])
+        try:
+            model.set_attn_implementation(ATTENTION)
+            seen = response_logprobs(model, packed, temperature=1.0, dtype=torch.float32)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{model_dir} ({type(model).__name__}) does not run packed: {error}") from error
+    gap = float((seen - torch.cat(plain)).abs().max())
+    if not gap <= PROBE_TOLERANCE:
+        raise UserError(
+            f"{model_dir} ({type(model).__name__}): packed log-probs differ from plain ones by {gap:.2g}; "
+            "models with recurrent layers or scaled logits are not supported"
+        )

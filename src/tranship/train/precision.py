@@ -1,0 +1,43 @@
+"""In which arithmetic the products run: a scope around the engine's calls that leaves the process as it found it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# oneDNN's fp32 products here are as exact as MKL's; on a processor that would round to bf16 the error is above 1e-3.
+MAX_PRODUCT_ERROR = 1e-5
+
+
+@contextmanager
+def products(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, products run at full speed in `dtype`: bfloat16 by autocast, float32 by oneDNN where that is exact.
+
+    One scope around all microbatches of an optimizer step lets autocast convert each weight once.
+    """
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cpu" and _onednn_is_exact():
+        torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@functools.cache
+def _onednn_is_exact() -> bool:
+    """Whether "medium" keeps fp32 accuracy on this processor: one product against float64."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
+    exact = a.double() @ b.double()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        error = ((a @ b).double() - exact).abs().max() / exact.abs().max()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return float(error) <= MAX_PRODUCT_ERROR
