@@ -1,0 +1,67 @@
+"""Rewards for answers that are numbers. Numbers are compared as decimal text, so neither size nor rounding matters."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# A minus sign counts only where it is no subtraction: "12-5" holds 12 and 5, "= -5" holds -5.
+_NUMBER = r"(?:(?<![\w.)\]])[-−])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+_ANY_NUMBER = re.compile(_NUMBER)
+_AFTER_HASHES = re.compile(r"####\s*([-−]?)\s*\$?\s*([-−]?)([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+
+
+def exact_integer(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Score 1 if the last number of the response is the integer `ground_truth`, else 0.
+
+    well_formed: 1 if the last number is an integer at all. "1,234", "7." and "7.0" are integers; "3.5" is none.
+    Examples for 7: "3 + 4 = 7." 1; "It is 7, not 8" 0; "seven" 0 and not well formed.
+    """
+    wanted = _canonical_truth(ground_truth)
+    if "." in wanted:
+        raise ValueError(f"ground_truth {ground_truth!r} is not an integer")
+    found = _last_number(solution_str)
+    well_formed = found is not None and "." not in found
+    return {"score": float(found == wanted), "well_formed": float(well_formed)}
+
+
+def hash_answer(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    flexible: bool = False,
+) -> dict[str, float]:
+    """Score 1 if the number after the last `####` (GSM8K's form) is `ground_truth`, else 0.
+
+    flexible: where no `####` is followed by a number, the last number of the response counts. well_formed: 1 if a
+    `####` is followed by a number. Examples for 42: "#### 42." 1; "#### 41 #### 42" 1; "I think 42" 0, flexible 1.
+    """
+    wanted = _canonical_truth(ground_truth)
+    marked = [canonical(match[1] + match[2] + match[3]) for match in _AFTER_HASHES.finditer(solution_str)]
+    found = marked[-1] if marked else (_last_number(solution_str) if flexible else None)
+    return {"score": float(found == wanted), "well_formed": float(bool(marked))}
+
+
+def canonical(number: str) -> str:
+    """The one spelling of a decimal number: "-1,230.50" -> "-1230.5", "007" -> "7", "-0" -> "0", ".5" -> "0.5"."""
+    text = number.replace("−", "-").replace(",", "")
+    sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
+    whole, _, fraction = digits.partition(".")
+    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    value = f"{whole}.{fraction}" if fraction else whole
+    return value if value == "0" else sign + value
+
+
+def _last_number(text: str) -> str | None:
+    found = _ANY_NUMBER.findall(text)
+    return canonical(found[-1]) if found else None
+
+
+def _canonical_truth(ground_truth: Any) -> str:
+    text = str(ground_truth).strip().removeprefix("$")
+    if isinstance(ground_truth, bool) or not re.fullmatch(r"[-−+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)", text):
+        raise ValueError(f"ground_truth {ground_truth!r} is not a number")
+    return canonical(text.removeprefix("+"))
