@@ -174,6 +174,10 @@ class DockClient:
         """A reader is gone: what it had goes back."""
         self._call("retire", reader)
 
+    def ledger_counts(self) -> dict[str, Any]:
+        """The ledger in numbers (see Dock.ledger_counts)."""
+        return self._call("ledger_counts")
+
     def snapshot(self) -> dict[str, Any]:
         """What a later dock needs to go on."""
         return self._call("snapshot")

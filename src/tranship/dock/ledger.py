@@ -89,6 +89,17 @@ class Ledger:
         ended = self.trained + self._num_dropped
         assert self.admitted == ended + self.in_flight, f"the ledger does not balance: {self}"
 
+    def counts(self) -> dict[str, Any]:
+        """All of it in numbers."""
+        return {
+            "admitted": self.admitted,
+            "trained": self.trained,
+            "dropped": dict(sorted(self.dropped.items())),
+            "in_flight": self.in_flight,
+            "val_admitted": self.val_admitted,
+            "val_ended": self.val_ended,
+        }
+
     def snapshot(self) -> dict[str, Any]:
         """What ended, in plain lists and numbers. Groups in flight are not in it: they are admitted again later."""
         return {

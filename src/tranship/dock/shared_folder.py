@@ -26,12 +26,11 @@ def default_root() -> Path:
 
 
 class SharedFolder:
-    """A folder of this process, private to this user."""
+    """A folder of this process, private to this user. Characters that do not belong into a name are replaced."""
 
     def __init__(self, run_id: str, root: Path) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", run_id):
-            raise UserError(f"run id {run_id!r} cannot name a folder: use up to 64 letters, digits, dots, - and _")
-        self.path = _make_folder(root, f"{_PREFIX}{run_id}-{os.getpid()}")
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", run_id)[:64]
+        self.path = _make_folder(root, name)
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -45,15 +44,15 @@ class SharedFolder:
 
 
 def _make_folder(root: Path, name: str) -> Path:
-    """A new folder; with a further number at the start of its name's tail if this process has one of that name."""
-    for attempt in range(1000):
-        path = root / (name if not attempt else f"{_PREFIX}{attempt}.{name.removeprefix(_PREFIX)}")
+    """A new folder; a number is added to its name where this process has one of that name already."""
+    for number in range(1000):
+        path = root / f"{_PREFIX}{name}{f'.{number}' if number else ''}-{os.getpid()}"
         try:
             path.mkdir(mode=0o700)
         except FileExistsError:
             continue
         return path
-    raise UserError(f"{root} holds 1000 folders called {name}: remove them")
+    raise UserError(f"{root} holds 1000 folders of process {os.getpid()} for run {name!r}: remove them")
 
 
 def sweep(root: Path) -> list[str]:

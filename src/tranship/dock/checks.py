@@ -1,0 +1,70 @@
+"""Whether a message to the dock makes sense, before it changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tranship.dock.errors import StaleLease
+from tranship.dock.group import OWN, Group
+from tranship.dock.leases import Lease
+from tranship.dock.ledger import Ledger
+from tranship.dock.messages import Admission
+from tranship.dock.table import GroupTable
+from tranship.types import SampleId, UserError
+
+
+def check_admissions(groups: Sequence[Admission], table: GroupTable, ledger: Ledger, room: int) -> None:
+    """ValueError if there is no room for the training groups among them, or an id is or was in use."""
+    ids = [admission.group_id for admission in groups]
+    num_train = sum(admission.kind == "train" for admission in groups)
+    if num_train > room:
+        raise ValueError(f"{num_train} groups were to be admitted, and there is room for {room}")
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"a group was to be admitted twice: {ids}")
+    for admission in groups:
+        group_id, kind = admission.group_id, admission.kind
+        if kind not in ("train", "val") or admission.size < 1:
+            raise ValueError(f"group {group_id} cannot be of kind {kind!r} with {admission.size} samples")
+        if group_id in table:
+            raise ValueError(f"group {group_id} cannot be admitted: it is in the dock")
+        if kind == "train" and (group_id < 0 or ledger.has_ended(group_id)):
+            raise ValueError(f"group {group_id} cannot be admitted: {ledger.outcome(group_id) or 'its id is negative'}")
+
+
+def row_group(row: SampleId, lease: Lease | None, table: GroupTable) -> Group:
+    """The group of a row that a message brings columns of. StaleLease if the lease does not cover it."""
+    group = table.get(row.group_id)
+    if group is None:
+        raise StaleLease(f"group {row.group_id} is not in the dock")
+    if row.attempt != group.attempt or not OWN <= row.sample_index < group.size:
+        raise ValueError(f"{row} is not a row of group {row.group_id} ({group.size} samples, attempt {group.attempt})")
+    if lease is not None and row.group_id not in lease.keys and (row.group_id, row.sample_index) not in lease.keys:
+        raise StaleLease(f"lease {lease.id} does not cover {row}")
+    return group
+
+
+def groups_to_drop(group_ids: Sequence[int], by: Lease | None, table: GroupTable) -> list[Group]:
+    """The groups that a reader may drop. StaleLease if its lease does not cover them, or they are being trained on."""
+    groups = []
+    for group_id in dict.fromkeys(group_ids):
+        group = table.get(group_id) if by is None else by.groups.get(group_id)
+        if group is None:
+            where = "it is not in the dock" if by is None else f"lease {by.id} does not cover it"
+            raise StaleLease(f"group {group_id} cannot be dropped: {where}")
+        if group.in_batch and (by is None or by.window is None):
+            raise StaleLease(f"group {group_id} cannot be dropped: it is being trained on")
+        groups.append(group)
+    return groups
+
+
+def check_order(version: int, batch: int, ledger: Ledger, tombstones: set[int], again: Sequence[int]) -> None:
+    """UserError unless what has ended is the batches so far, in order: other batches would wait for ever."""
+    first = version * batch
+    ended = set(ledger.ended_from(first)) - tombstones
+    early = [group_id for group_id in (*again, *tombstones) if group_id < first]
+    if ended or early:
+        raise UserError(
+            f"the snapshot of version {version} does not go on in order with {batch} groups a batch "
+            f"(groups {sorted(ended or early)[:4]}): keep train.batch_size, rollout.group_size, dock.staleness and "
+            "run.deterministic as they were"
+        )
