@@ -63,7 +63,10 @@ class PromptEncoder:
         if isinstance(prompt, str):
             return np.array(self._encode_string(prompt), np.int32)
         if not self._tokenizer.chat_template:
-            raise UserError("the prompt is a list of messages, but the tokenizer has no chat template")
+            raise UserError(
+                "the prompt is a list of messages, but the tokenizer has no chat template: use an instruct model, add "
+                "a chat_template.jinja to its folder, or give prompts as plain strings"
+            )
         return np.array(self._encode_messages(self._with_system_prompt(prompt)), np.int32)
 
     def has_special_text(self, text: str) -> bool:

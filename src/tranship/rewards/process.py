@@ -40,6 +40,7 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
                 start_new_session=True,
                 bufsize=0,
             )

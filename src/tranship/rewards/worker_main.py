@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import io
 import os
 import resource
 import signal
@@ -58,6 +59,8 @@ def _take_pipes() -> tuple[int, int]:
     os.dup2(null, 0)
     os.close(null)
     os.dup2(2, 1)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
     return reader, answers
 
 

@@ -57,6 +57,22 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path):
     assert [p.name for p in (tmp_path / "models").iterdir()] == [".m.lock"]
 
 
+def test_what_a_killed_build_left_is_cleared(tmp_path: Path):
+    left_over = tmp_path / "models" / ".m.abc"
+    left_over.mkdir(parents=True)
+    other = tmp_path / "models" / ".m2.abc"
+    other.mkdir()
+    build_once(tmp_path / "models" / "m", lambda folder: None)
+    assert not left_over.exists()
+    assert other.exists()
+
+
+def test_a_full_disk_is_said_before_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tranship.models.smollm2.NEEDED_BYTES", 2**60)
+    with pytest.raises(UserError, match="TRANSHIP_CACHE"):
+        get("smollm2-135m", cache=tmp_path, log=lambda line: None)
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "models").write_text("a file")
     with pytest.raises(UserError, match="TRANSHIP_CACHE"):

@@ -1,6 +1,7 @@
 """The pool: a bad call costs its own sample and nothing else, and no process is left."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -211,6 +212,22 @@ def test_submit_and_poll_do_not_wait_and_the_owner_is_woken(file: Path):
         assert pool.wait(0)
         assert pool.poll() == [(("a", 1), Score("scored", 1.0))]
         assert (pool.num_pending, pool.wait(0.05)) == (0, False)
+
+
+def test_a_storm_of_bad_rows_loses_none(file: Path):
+    expected = {
+        "right": "",
+        "raise": "ValueError: bad row",
+        "exit": "the reward process exited with code 1",
+        "none": "returned None",
+        "segfault": "the reward process was killed by signal SIGSEGV",
+        "sleep": "timed out after 0.5 s",
+    }
+    chosen = random.Random(0).choices(list(expected), weights=[20, 4, 2, 4, 2, 1], k=120)
+    with RewardPool(f"{file}:bad_rows", {}, 3, 0.5) as pool:
+        scores = pool.score_all([row(kind) for kind in chosen])
+    assert [score.reason for score in scores] == [expected[kind] for kind in chosen]
+    assert [score.value for score in scores] == [1.0 if kind == "right" else None for kind in chosen]
 
 
 def test_functions_that_take_the_four_by_position(file: Path):
