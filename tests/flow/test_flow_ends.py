@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import read_jsonl, wait_until
+from flow_helpers import read_jsonl, wait_until
 
 Recipe = Callable[..., dict[str, Any]]
 SLOW = f"{Path(__file__).parent / 'rewards_for_tests.py'}:slow"

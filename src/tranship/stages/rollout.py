@@ -12,6 +12,9 @@ from tranship.rollout import GroupRequest, RolloutEngine
 from tranship.stages.stage import Stopwatch
 from tranship.types import Response, SampleId, Sampling, sample_seed
 
+# Validation first: the coordinator waits for it.
+_KINDS = ("val", "train")
+
 
 @dataclass
 class _Running:
@@ -70,14 +73,13 @@ class RolloutStage:
     def _start_groups(self) -> bool:
         if self._engine.policy_version < 0 or self._engine.num_free <= 0:
             return False
-        if not self._dock.changed_since_last_take(self.name):
+        version = self._engine.policy_version
+        if not self._dock.changed_since_last_take(self.name, version=version, kinds=_KINDS):
             return False
         started = False
         while self._engine.num_free > 0:
             with self._watch.time("dock"):
-                batch = self._dock.take(
-                    self.name, max_groups=1, version=self._engine.policy_version, kinds=("val", "train")
-                )
+                batch = self._dock.take(self.name, max_groups=1, version=version, kinds=_KINDS)
             if batch is None:
                 break
             started = True

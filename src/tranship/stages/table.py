@@ -46,7 +46,7 @@ VALIDATE = StageSpec("validate", reads=("prompt", "prompt_info", "response", "fi
 
 
 def stage_table(algorithm: AlgorithmConfig) -> tuple[StageSpec, ...]:
-    """The stages of an algorithm, in the order of the flow. `validate` reads held-out groups, the rest training ones."""
+    """The stages of an algorithm, in order. `validate` reads held-out groups, the rest training ones."""
     if algorithm.kl.coef == 0:
         return (ROLLOUT, REWARD, ADVANTAGE, TRAIN, VALIDATE)
     train = StageSpec(TRAIN.name, reads=(*TRAIN.reads, "ref_logprobs"))

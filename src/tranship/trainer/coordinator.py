@@ -13,12 +13,14 @@ import numpy as np
 from tranship.config import Config
 from tranship.data.stream import PromptStream
 from tranship.dock import DockClient
+from tranship.dock.messages import Kind
 from tranship.observe import Recorder, StepRecord, ValidationRecord, When
 from tranship.runtime import Handle
 from tranship.trainer.checkpoint import Cut, write_cut
 from tranship.trainer.preflight import Report
 from tranship.trainer.validation import Validation, mean_extra, prompt_columns
 from tranship.types import RunError
+from tranship.worker.weights import WeightsReady
 
 # Longer than any update or transfer that a coordinator should wait for in silence.
 _COMMAND_S = 3600.0
@@ -57,6 +59,7 @@ class Coordinator:
         self._validation: Validation | None = None
         self._invalid_steps = 0
         self._version = 0
+        self._ready: WeightsReady | None = None
         self._saved_version = -1
         self._step_start = time.monotonic()
         self._not_training_s = 0.0
@@ -79,10 +82,12 @@ class Coordinator:
             self._stream.seek(state["position"])
             self._invalid_steps = state["invalid_steps"]
         if self._samplers:
-            pieces = self._samplers[0].call("sampler_pieces", timeout_s=_COMMAND_S)
-            self._trainer.call("serve_weights", pieces, timeout_s=_COMMAND_S)
+            source = self._trainer.call("pieces", timeout_s=_COMMAND_S)
+            target = self._samplers[0].call("pieces", timeout_s=_COMMAND_S)
+            for worker in self._workers:
+                worker.call("connect_weights", source, target, timeout_s=_COMMAND_S)
         self._publish(self._version)
-        self._dock.admit([(group_id, *self._admission(group_id)) for group_id in again])
+        self._dock.admit([self._admission(group_id) for group_id in again])
         if cut is None and self._config.validation.before_training and self._val_prompts:
             self._validate("before")
         elif self._version == self._config.train.steps:
@@ -139,23 +144,23 @@ class Coordinator:
             self.done = True
 
     def _publish(self, version: int, *, advance: bool = False) -> None:
-        ready = self._trainer.call("publish_weights", version, timeout_s=_COMMAND_S)
+        self._ready = self._trainer.call("publish_weights", version, timeout_s=_COMMAND_S)
         if advance:
             self._dock.advance(version)
         for sampler in self._samplers:
-            sampler.submit("announce_weights", ready)
+            sampler.submit("announce_weights", self._ready)
 
-    def _admission(self, group_id: int) -> tuple[int, str, dict[str, Any]]:
-        return self._config.rollout.group_size, "train", prompt_columns(self._stream.at(group_id))
+    def _admission(self, group_id: int) -> tuple[int, int, Kind, dict[str, Any]]:
+        return group_id, self._config.rollout.group_size, "train", prompt_columns(self._stream.at(group_id))
 
     def _admit(self) -> None:
         room = min(self._dock.num_admissible(), self._config.groups_total - self._stream.position)
         if room > 0:
-            self._dock.admit([(group_id, *self._admission(group_id)) for group_id, _ in self._stream.take(room)])
+            self._dock.admit([self._admission(group_id) for group_id, _ in self._stream.take(room)])
 
     def _validate(self, when: When) -> None:
         for sampler in self._samplers:
-            sampler.call("fetch_weights", timeout_s=_COMMAND_S)
+            sampler.call("fetch_weights", self._ready, timeout_s=_COMMAND_S)
         self._validation = Validation(
             self._dock,
             self._val_prompts,

@@ -15,7 +15,7 @@ from tranship.models.folder import check as check_folder
 from tranship.models.tokenizer import load_tokenizer, template_system_prompt
 from tranship.observe import check_port, check_trackers
 from tranship.rewards import RewardPool
-from tranship.runtime import check_processes, check_runtime, num_cores, resolve_device
+from tranship.runtime.device import check_processes, num_cores, resolve_device
 from tranship.stages import check_table, stage_table
 from tranship.trainer.placement import WorkerPlan, place
 from tranship.types import UserError
@@ -89,7 +89,6 @@ def preflight(config: Config) -> Report:
     table = stage_table(config.algorithm)
     check_table(table)
     workers = place(config.placement, table)
-    check_runtime(config.placement.runtime)
     num_threads = _threads(config, len(workers), device)
     _check_reward_workers(config)
     build_estimate(config.algorithm)

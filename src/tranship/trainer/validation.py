@@ -49,7 +49,7 @@ class Validation:
         self._dock = dock
         self._decode = decode
         self._config = config
-        self._when = when
+        self._when: When = when
         self._step = step
         self._start = time.monotonic()
         self._num_prompts = len(prompts)

@@ -7,40 +7,39 @@ ready for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tranship.reshard import Announcement, WeightSink, WeightSource, check_probe
+from tranship.layouts import Layout, Piece
+from tranship.reshard import Announcement, Plan, WeightSink, WeightSource, check_probe, make_plan
 from tranship.rollout import RolloutEngine
 from tranship.stages import Stopwatch
 from tranship.train import TrainEngine
 
 _FETCH_S = 120.0
+_BUCKET_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A short sequence on which trainer and sampler must give the same log-probs. tolerance: largest difference."""
+    """A short sequence on which trainer and sampler must give the same log-probs, within the rounding of `dtype`."""
 
     token_ids: tuple[int, ...]
     temperature: float
-    tolerance: float
+    dtype: str
 
     def of_trainer(self, engine: TrainEngine) -> np.ndarray:
         """float32 [L - 1]: the trainer's log-probs of tokens 1.. ."""
         ids = np.array(self.token_ids, dtype=np.int32)
         return engine.logprobs([ids[:1]], np.zeros(1, dtype=np.int64), [ids[1:]])[0]
 
-    def of_sampler(self, engine: RolloutEngine) -> np.ndarray:
-        """float32 [L - 1]: the sampler's log-probs of tokens 1.. ."""
-        return engine.probe(np.array(self.token_ids, dtype=np.int32), self.temperature)
-
     def check(self, version: int, trainer: np.ndarray, engine: RolloutEngine) -> None:
         """RunError if the sampler's weights do not give the trainer's log-probs."""
-        check_probe(version, trainer, self.of_sampler(engine), tolerance=self.tolerance)
+        sampler = engine.probe(np.array(self.token_ids, dtype=np.int32), self.temperature)
+        check_probe(version, trainer, sampler, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,20 @@ class WeightsReady:
     probe_logprobs: np.ndarray
 
 
+def plan_weights(source: Sequence[Piece], target: Sequence[Piece]) -> Plan:
+    """The moves from one training rank to one sampler; every side that computes it gets the same."""
+    return make_plan(Layout((tuple(source),)), Layout((tuple(target),)), bucket_bytes=_BUCKET_BYTES)
+
+
 class LocalWeights:
     """Trainer and sampler in one process."""
 
-    def __init__(
-        self, trainer: TrainEngine, sampler: RolloutEngine, probe: Probe, *, bucket_bytes: int, watch: Stopwatch
-    ) -> None:
+    def __init__(self, trainer: TrainEngine, sampler: RolloutEngine, probe: Probe, watch: Stopwatch) -> None:
         self._trainer = trainer
         self._sampler = sampler
         self._probe = probe
         self._watch = watch
-        self._source = WeightSource(trainer.pieces, trainer.storage, sampler.pieces(), bucket_bytes=bucket_bytes)
+        self._source = WeightSource(plan_weights(trainer.pieces(), sampler.pieces()), trainer.storage)
 
     def publish(self, version: int) -> None:
         """The sampler uses the trainer's weights as `version` when this returns."""
@@ -79,18 +81,16 @@ class PublishedWeights:
     def __init__(
         self,
         trainer: TrainEngine,
-        target_pieces: list[Any],
+        plan: Plan,
         probe: Probe,
         put: Callable[[np.ndarray], Any],
-        *,
-        bucket_bytes: int,
         watch: Stopwatch,
     ) -> None:
         self._trainer = trainer
         self._probe = probe
         self._put = put
         self._watch = watch
-        self._source = WeightSource(trainer.pieces, trainer.storage, target_pieces, bucket_bytes=bucket_bytes)
+        self._source = WeightSource(plan, trainer.storage)
 
     def publish(self, version: int) -> WeightsReady:
         """Immutable buckets of the weights as they are now, under `version`."""
@@ -103,13 +103,18 @@ class FetchedWeights:
     """A sampler's end of a split placement."""
 
     def __init__(
-        self, sampler: RolloutEngine, probe: Probe, get: Callable[[Any, float], np.ndarray], *, watch: Stopwatch
-    ):
+        self,
+        sampler: RolloutEngine,
+        plan: Plan,
+        probe: Probe,
+        get: Callable[[Any, float], np.ndarray],
+        watch: Stopwatch,
+    ) -> None:
         self._sampler = sampler
         self._probe = probe
         self._get = get
         self._watch = watch
-        self._sink = WeightSink(sampler.pieces(), sampler.storage)
+        self._sink = WeightSink(plan, sampler.storage)
         self._ready: WeightsReady | None = None
 
     def announce(self, ready: WeightsReady) -> None:
@@ -119,12 +124,12 @@ class FetchedWeights:
 
     def update(self) -> bool:
         """Fetch, verify, probe and use the announced version, if there is one; returns whether there was."""
-        if self._ready is None:
+        if self._ready is None or self._ready.announcement.version <= self._sampler.policy_version:
             return False
         ready, self._ready = self._ready, None
         with self._watch.time("reshard"):
             self._sampler.begin_update()
-            version = self._sink.pull(ready.announcement, lambda ref: self._get(ref, _FETCH_S))
+            version = self._sink.pull([ready.announcement], lambda ref: self._get(ref, _FETCH_S))
             self._sampler.finish_update(version)
             self._probe.check(version, ready.probe_logprobs, self._sampler)
         return True

@@ -34,11 +34,14 @@ from tranship.worker.build import (
 )
 from tranship.worker.describe import sample_record, sampling_record
 from tranship.worker.spec import WorkerSpec
-from tranship.worker.weights import FetchedWeights, LocalWeights, Probe, PublishedWeights, WeightsReady
-
-_BUCKET_BYTES = 16 << 20
-# Largest difference of log-probs between trainer and sampler on the probe: rounding, and no more.
-_PROBE_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
+from tranship.worker.weights import (
+    FetchedWeights,
+    LocalWeights,
+    Probe,
+    PublishedWeights,
+    WeightsReady,
+    plan_weights,
+)
 
 
 class _Stopped(Exception):
@@ -58,14 +61,17 @@ class Worker:
         self._stop = threading.Event()
         self._batches_trained = 0
         self._tokenizer = load_tokenizer(Path(spec.model_dir), spec.config.model.trust_remote_code)
-        self._dock = DockClient(dock.call, context.name, wait_s=spec.config.dock.lease_s, seen_seq=dock.seen_seq)
+        self._dock = DockClient(
+            dock.call, context.name, wait_s=spec.config.dock.lease_s, seen_seq=lambda: dock.seen_seq
+        )
         dock.watch(context.wakeup)
         self._trainer: TrainEngine | None = build_train_engine(spec) if "train" in spec.stages else None
         self._sampler: RolloutEngine | None = build_rollout_engine(spec) if "rollout" in spec.stages else None
         self._local: LocalWeights | None = None
         self._published: PublishedWeights | None = None
         self._fetched: FetchedWeights | None = None
-        self._connect_weights()
+        if self._trainer is not None and self._sampler is not None:
+            self._local = LocalWeights(self._trainer, self._sampler, self._probe(), self._watch)
         self._stages = [self._build_stage(name) for name in spec.stages]
 
     def poll(self) -> bool:
@@ -91,22 +97,20 @@ class Worker:
 
     # Commands of the coordinator
 
-    def sampler_pieces(self) -> list[Piece]:
-        """Where this worker's sampler wants its weights."""
-        assert self._sampler is not None
-        return self._sampler.pieces()
+    def pieces(self) -> list[Piece]:
+        """Where this worker's weights lie: the trainer's here, or the sampler's where there is no trainer."""
+        engine = self._trainer or self._sampler
+        assert engine is not None
+        return engine.pieces()
 
-    def serve_weights(self, target_pieces: list[Piece]) -> None:
-        """Publish for samplers with these pieces from now on."""
-        assert self._trainer is not None
-        self._published = PublishedWeights(
-            self._trainer,
-            target_pieces,
-            self._probe(),
-            self._context.objects.put,
-            bucket_bytes=_BUCKET_BYTES,
-            watch=self._watch,
-        )
+    def connect_weights(self, source: list[Piece], target: list[Piece]) -> None:
+        """Plan the way from the trainer's pieces to a sampler's; this worker is one of the two ends."""
+        plan, objects = plan_weights(source, target), self._context.objects
+        if self._trainer is not None:
+            self._published = PublishedWeights(self._trainer, plan, self._probe(), objects.put, self._watch)
+        else:
+            assert self._sampler is not None
+            self._fetched = FetchedWeights(self._sampler, plan, self._probe(), objects.get, self._watch)
 
     def publish_weights(self, version: int) -> WeightsReady | None:
         """Make the current weights version `version`: in place where the sampler is here, else as buckets."""
@@ -118,15 +122,13 @@ class Worker:
 
     def announce_weights(self, ready: WeightsReady) -> None:
         """A version can be fetched; the rollout stage does so before its next step."""
-        assert self._fetched is not None
+        assert self._fetched is not None, "the way of the weights has not been planned"
         self._fetched.announce(ready)
 
-    def fetch_weights(self) -> int:
-        """Fetch what was announced now; returns the version in use."""
-        assert self._sampler is not None
-        if self._fetched is not None:
-            self._fetched.update()
-        return self._sampler.policy_version
+    def fetch_weights(self, ready: WeightsReady) -> None:
+        """Use this version when the call returns."""
+        self.announce_weights(ready)
+        self._update_weights()
 
     def batches_trained(self) -> int:
         """Batches that the weights here have been trained on since `load`, or since the start."""
@@ -159,17 +161,10 @@ class Worker:
     def _probe(self) -> Probe:
         rollout = self._spec.config.rollout
         bf16 = "bf16" in (rollout.dtype, self._spec.config.train.precision)
-        return Probe(self._spec.probe_ids, rollout.temperature or 1.0, _PROBE_TOLERANCE["bf16" if bf16 else "fp32"])
+        return Probe(self._spec.probe_ids, rollout.temperature or 1.0, "bf16" if bf16 else "fp32")
 
-    def _connect_weights(self) -> None:
-        if self._sampler is None:
-            return
-        if self._trainer is not None:
-            self._local = LocalWeights(
-                self._trainer, self._sampler, self._probe(), bucket_bytes=_BUCKET_BYTES, watch=self._watch
-            )
-        else:
-            self._fetched = FetchedWeights(self._sampler, self._probe(), self._context.objects.get, watch=self._watch)
+    def _update_weights(self) -> bool:
+        return self._fetched is not None and self._fetched.update()
 
     def _decode(self, token_ids: np.ndarray) -> str:
         return decode_response(self._tokenizer, token_ids)
@@ -196,7 +191,7 @@ class Worker:
                 sampling=build_sampling(self._spec),
                 run_seed=config.run.seed,
                 watch=watch,
-                update=self._fetched.update if self._fetched else lambda: False,
+                update=self._update_weights,
             )
         if name == "reward":
             reward = config.reward
