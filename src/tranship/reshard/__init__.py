@@ -1,8 +1,9 @@
 """Weights from the training layout to the inference layout: plan, move, verify. Knows no engine by name."""
 
+from tranship.reshard.execute import digest
 from tranship.reshard.plan import Bucket, Move, Plan, make_plan
-from tranship.reshard.update import Announcement, WeightSink, WeightSource
-from tranship.reshard.verify import Arrival, Manifest, ProbeGap, check_probe, digest
+from tranship.reshard.update import Announcement, WeightSink, WeightSource, check_landed
+from tranship.reshard.verify import Arrival, Manifest, ProbeGap, check_probe
 
 __all__ = [
     "Announcement",
@@ -14,6 +15,7 @@ __all__ = [
     "ProbeGap",
     "WeightSink",
     "WeightSource",
+    "check_landed",
     "check_probe",
     "digest",
     "make_plan",

@@ -1,10 +1,15 @@
-"""Moving a bucket's bytes: out of the source's storages into a buffer, and out of a buffer into the target's."""
+"""Moving a bucket's bytes: out of the source's storages, through a buffer, into the target's.
+
+Digests (xxh3, 128 bits, hexadecimal) are taken move by move, while the bytes are still in the processor's cache. They
+are those of the whole bucket, padding (zeros) included, whichever function takes them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import xxhash
 
 from tranship.layouts import Box
 from tranship.reshard.plan import Bucket, Move
@@ -14,39 +19,95 @@ StorageFn = Callable[[str], torch.Tensor]
 
 
 def new_buffer(num_bytes: int) -> torch.Tensor:
-    """A buffer uint8 [num_bytes] for pack and unpack; padding in it is zero and stays so within one bucket's use."""
+    """A buffer uint8 [num_bytes] for the functions below; it can be used again and again."""
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
-def pack(bucket: Bucket, storage: StorageFn, buffer: torch.Tensor) -> torch.Tensor:
-    """The bucket's bytes, uint8 [bucket.num_bytes], a view of `buffer`; values are cast to the target's dtype."""
-    with torch.no_grad():
-        end = 0
-        for move in bucket.moves:
-            buffer[end : move.offset].zero_()
-            _slot(move, buffer).copy_(_region(storage(move.source_storage), move.source_box, move))
-            end = move.offset + move.num_bytes
-        buffer[end : bucket.num_bytes].zero_()
-    return buffer[: bucket.num_bytes]
+def digest(buffer: torch.Tensor) -> str:
+    """The digest of a bucket's bytes, contiguous uint8."""
+    return xxhash.xxh3_128_hexdigest(_bytes(buffer))
 
 
-def unpack(bucket: Bucket, buffer: torch.Tensor, storage: StorageFn) -> None:
-    """Write a bucket's bytes where the target wants them."""
-    with torch.no_grad():
-        for move in bucket.moves:
-            _target(move, storage).copy_(_slot(move, buffer))
+@torch.no_grad()
+def pack(bucket: Bucket, source: StorageFn, buffer: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """The bucket's bytes, uint8 [bucket.num_bytes], a view of `buffer`, and their digest.
+
+    Values are cast to the target's dtype.
+    """
+    hashed = xxhash.xxh3_128()
+    end = 0
+    for move in bucket.moves:
+        buffer[end : move.offset].zero_()
+        _slot(move, buffer).copy_(_region(source(move.source_storage), move.source_box, move))
+        hashed.update(_bytes(buffer[end : move.offset + move.num_bytes]))
+        end = move.offset + move.num_bytes
+    hashed.update(_bytes(buffer[end : bucket.num_bytes].zero_()))
+    return buffer[: bucket.num_bytes], hashed.hexdigest()
 
 
-def repack(bucket: Bucket, storage: StorageFn, buffer: torch.Tensor) -> torch.Tensor:
-    """The bucket's bytes as they now lie in the target's storages: what `pack` gave, if all is well."""
-    with torch.no_grad():
-        end = 0
-        for move in bucket.moves:
-            buffer[end : move.offset].zero_()
-            _slot(move, buffer).copy_(_target(move, storage))
-            end = move.offset + move.num_bytes
-        buffer[end : bucket.num_bytes].zero_()
-    return buffer[: bucket.num_bytes]
+@torch.no_grad()
+def unpack(bucket: Bucket, buffer: torch.Tensor, target: StorageFn) -> str:
+    """Write a bucket's bytes, uint8 [bucket.num_bytes], where the target wants them; returns their digest."""
+    hashed = xxhash.xxh3_128()
+    end = 0
+    for move in bucket.moves:
+        hashed.update(_bytes(buffer[end : move.offset + move.num_bytes]))
+        _place(move, target).copy_(_slot(move, buffer))
+        end = move.offset + move.num_bytes
+    hashed.update(_bytes(buffer[end : bucket.num_bytes]))
+    return hashed.hexdigest()
+
+
+@torch.no_grad()
+def transfer(bucket: Bucket, source: StorageFn, target: StorageFn, buffer: torch.Tensor) -> tuple[str, str]:
+    """Move a bucket inside one process. Returns the digest of what the source sent, after the cast, and that of what
+    then lies in the target; they differ if anything went wrong between.
+
+    Bytes that need no cast and lie in one stretch go straight across, the others through `buffer`.
+    """
+    sent, found = xxhash.xxh3_128(), xxhash.xxh3_128()
+    end = 0
+    for move in bucket.moves:
+        region = _region(source(move.source_storage), move.source_box, move)
+        place, slot = _place(move, target), _slot(move, buffer)
+        if region.dtype != place.dtype or not _is_stretch(region):
+            region = slot.copy_(region)
+        padding = bytes(move.offset - end)
+        sent.update(padding)
+        sent.update(_bytes(region))
+        place.copy_(region)
+        found.update(padding)
+        # Asked for again: a target that hands out copies has not kept what was written.
+        kept = _place(move, target)
+        found.update(_bytes(kept if _is_stretch(kept) else slot.copy_(kept)))
+        end = move.offset + move.num_bytes
+    padding = bytes(bucket.num_bytes - end)
+    sent.update(padding)
+    found.update(padding)
+    return sent.hexdigest(), found.hexdigest()
+
+
+@torch.no_grad()
+def read_back(bucket: Bucket, target: StorageFn, buffer: torch.Tensor) -> str:
+    """The digest of the bucket's bytes as they lie in the target now."""
+    hashed = xxhash.xxh3_128()
+    end = 0
+    for move in bucket.moves:
+        hashed.update(bytes(move.offset - end))
+        place = _place(move, target)
+        hashed.update(_bytes(place if _is_stretch(place) else _slot(move, buffer).copy_(place)))
+        end = move.offset + move.num_bytes
+    hashed.update(bytes(bucket.num_bytes - end))
+    return hashed.hexdigest()
+
+
+def _is_stretch(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes can be read where they are, as one stretch of this process's memory."""
+    return tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _slot(move: Move, buffer: torch.Tensor) -> torch.Tensor:
@@ -55,14 +116,16 @@ def _slot(move: Move, buffer: torch.Tensor) -> torch.Tensor:
     return flat.view([stop - start for start, stop in move.box])
 
 
-def _target(move: Move, storage: StorageFn) -> torch.Tensor:
-    tensor = storage(move.target_storage)
+def _place(move: Move, target: StorageFn) -> torch.Tensor:
+    """The move's place in the target."""
+    tensor = target(move.target_storage)
     assert tensor.dtype == getattr(torch, move.dtype), f"{move.target_storage}: {tensor.dtype}, planned {move.dtype}"
     return _region(tensor, move.target_box, move)
 
 
 def _region(tensor: torch.Tensor, box: Box, move: Move) -> torch.Tensor:
     """The view of `tensor` inside `box`, with the shape of the move's box."""
-    assert tensor.dim() == len(box), f"{move.name}: storage of shape {tuple(tensor.shape)}, planned box {box}"
+    fits = tensor.dim() == len(box) and all(stop <= extent for (_, stop), extent in zip(box, tensor.shape, strict=True))
+    assert fits, f"{move.name}: a storage of shape {tuple(tensor.shape)}, but planned is its box {box}"
     region = tensor[tuple(slice(start, stop) for start, stop in box)]
     return region.view([stop - start for start, stop in move.box]) if len(box) != len(move.box) else region

@@ -19,7 +19,7 @@ from tranship.types import UserError
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 _ALIGNMENT = 64
-_MOVES_PER_BUCKET = 4
+_MOVES_PER_BUCKET = 8
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tranship.reshard.execute import StorageFn, new_buffer, pack, repack, unpack
+from tranship.reshard.execute import StorageFn, new_buffer, pack, read_back, transfer, unpack
 from tranship.reshard.plan import Plan
-from tranship.reshard.verify import Arrival, Manifest, digest
+from tranship.reshard.verify import Arrival, Manifest
 from tranship.types import RunError
 
 _VERSIONS_KEPT = 2
@@ -50,8 +50,7 @@ class WeightSource:
         self._check_newer(version)
         refs, digests = {}, {}
         for bucket in self._buckets:
-            packed = pack(bucket, self._storage, self._buffer)
-            digests[bucket.index] = digest(packed)
+            packed, digests[bucket.index] = pack(bucket, self._storage, self._buffer)
             refs[bucket.index] = put(packed.numpy())
         announcement = Announcement(version, Manifest(version, self._plan.key, digests), refs)
         self._kept.append(announcement)
@@ -64,18 +63,16 @@ class WeightSource:
     def push(self, version: int, target: StorageFn) -> Manifest:
         """Write this rank's weights into the storages of the target in the same process, and verify them there.
 
-        Each bucket is read back out of the target and its digest compared with that of what was sent. Raises RunError
-        if one differs: the target then holds a mixture and must not be used.
+        Each bucket is read again in the target and its digest compared with that of what was sent. Raises RunError if
+        one differs: the target then holds a mixture and must not be used.
         """
         assert all(bucket.source_rank == bucket.target_rank for bucket in self._plan.buckets), "other ranks take part"
         digests: dict[int, str] = {}
         manifest = Manifest(version, self._plan.key, digests)
         arrival = Arrival(self._plan, manifest, self._rank)
         for bucket in self._buckets:
-            packed = pack(bucket, self._storage, self._buffer)
-            digests[bucket.index] = digest(packed)
-            unpack(bucket, packed, target)
-            arrival.accept(bucket, repack(bucket, target, self._buffer))
+            digests[bucket.index], found = transfer(bucket, self._storage, target, self._buffer)
+            arrival.accept(bucket, found)
         arrival.complete()
         return manifest
 
@@ -103,8 +100,12 @@ class WeightSink:
             if bucket.index not in refs:
                 continue
             buffer = _as_tensor(get(refs[bucket.index]))
-            arrival.accept(bucket, buffer)
-            unpack(bucket, buffer, self._storage)
+            if buffer.numel() != bucket.num_bytes:
+                raise RunError(
+                    f"version {manifest.version}, bucket {bucket.index} has {buffer.numel()} bytes, "
+                    f"not {bucket.num_bytes}"
+                )
+            arrival.accept(bucket, unpack(bucket, buffer, self._storage))
         self.version = arrival.complete()
         return self.version
 
@@ -126,6 +127,19 @@ class WeightSink:
             digests |= manifest.digests
             refs |= announcement.refs
         return Manifest(first.version, first.plan_key, digests), refs
+
+
+def check_landed(plan: Plan, manifest: Manifest, target: StorageFn, rank: int = 0) -> None:
+    """Read all of a version again in the target's storages; raises RunError if something is not what was sent.
+
+    It finds what no check on the way can: storages that share memory, and writes that came later.
+    """
+    arrival = Arrival(plan, manifest, rank)
+    buckets = [bucket for bucket in plan.buckets if bucket.target_rank == rank]
+    buffer = new_buffer(max((bucket.num_bytes for bucket in buckets), default=0))
+    for bucket in buckets:
+        arrival.accept(bucket, read_back(bucket, target, buffer))
+    arrival.complete()
 
 
 class _Writable:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-import xxhash
 
 from tranship.reshard.plan import Bucket, Plan
 from tranship.types import RunError
@@ -16,11 +14,6 @@ from tranship.types import RunError
 # Largest mean and largest single |log-prob gap| that a probe may show, by the sampler's dtype. In fp32 two
 # implementations of one model differ by a few 1e-5; in bf16 by some 1e-2 on average, more on rare tokens.
 _TOLERANCES: Mapping[str, tuple[float, float]] = {"fp32": (2e-4, 2e-3), "bf16": (5e-2, 0.5)}
-
-
-def digest(buffer: torch.Tensor) -> str:
-    """xxh3 (128 bits, hexadecimal) of the bytes of a contiguous uint8 tensor."""
-    return xxhash.xxh3_128_hexdigest(buffer.numpy().data)
 
 
 @dataclass(frozen=True)
@@ -49,16 +42,17 @@ class Arrival:
         self._missing = {bucket.index: bucket for bucket in plan.buckets if bucket.target_rank == target_rank}
         self._seen: set[int] = set()
 
-    def accept(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Take note of a bucket's bytes as received. Raises RunError if they are wrong, unknown, or there already."""
+    def accept(self, bucket: Bucket, found: str) -> None:
+        """Take note of a bucket and the digest of its bytes as received.
+
+        Raises RunError if the digest is wrong, the bucket was not announced, or it is there already.
+        """
         what = f"version {self.version}, bucket {bucket.index}"
         if bucket.index in self._seen:
             raise RunError(f"{what} arrived twice")
         if bucket.index not in self._missing or bucket.index not in self._digests:
             raise RunError(f"{what} was not announced to this rank")
-        if buffer.numel() != bucket.num_bytes:
-            raise RunError(f"{what} has {buffer.numel()} bytes, not {bucket.num_bytes}")
-        found, wanted = digest(buffer), self._digests[bucket.index]
+        wanted = self._digests[bucket.index]
         if found != wanted:
             raise RunError(
                 f"{what} arrived damaged (digest {found}, announced {wanted}); it holds {_named(bucket)}: "

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tranship.layouts import Layout, Piece, box_size, full_box, intersect
-from tranship.reshard.execute import new_buffer, pack, repack, unpack
+from tranship.reshard.execute import digest, new_buffer, pack, transfer, unpack
 from tranship.reshard.plan import DTYPE_BYTES, layer_of, make_plan, subtract
 from tranship.types import UserError
 
@@ -123,14 +123,16 @@ def test_an_executed_plan_puts_every_element_in_place_once_at_the_least_cost(cas
     plan = make_plan(source, target, bucket_bytes=bucket_bytes, colocated=colocated)
     sources = load(source, dense)
     targets = [allocate(pieces, float("nan")) for pieces in target.ranks]
+    moved = [allocate(pieces, float("nan")) for pieces in target.ranks]
     written = [allocate(pieces, 0) for pieces in target.ranks]
     for bucket in plan.buckets:
         assert bucket.num_bytes <= bucket_bytes
         buffer = new_buffer(bucket.num_bytes).fill_(255)
-        packed = pack(bucket, sources[bucket.source_rank].__getitem__, buffer)
-        unpack(bucket, packed, targets[bucket.target_rank].__getitem__)
-        again = new_buffer(bucket.num_bytes).fill_(77)
-        assert torch.equal(packed, repack(bucket, targets[bucket.target_rank].__getitem__, again))
+        packed, sent = pack(bucket, sources[bucket.source_rank].__getitem__, buffer)
+        assert sent == digest(packed)
+        assert sent == unpack(bucket, packed, targets[bucket.target_rank].__getitem__)
+        straight = [sources[bucket.source_rank].__getitem__, moved[bucket.target_rank].__getitem__]
+        assert transfer(bucket, *straight, new_buffer(bucket.num_bytes).fill_(77)) == (sent, sent)
         for move in bucket.moves:
             region(written[bucket.target_rank][move.target_storage], move.target_box).add_(1)
     for rank, pieces in enumerate(target.ranks):
@@ -138,6 +140,7 @@ def test_an_executed_plan_puts_every_element_in_place_once_at_the_least_cost(cas
             seen = region(targets[rank][piece.storage], piece.storage_box)
             wanted = region(dense[piece.name], piece.box).reshape(seen.shape).to(seen.dtype)
             assert torch.equal(seen, wanted), piece
+            assert torch.equal(region(moved[rank][piece.storage], piece.storage_box), wanted), piece
             assert (region(written[rank][piece.storage], piece.storage_box) == 1).all()
     pieces_bytes = sum(box_size(p.box) * DTYPE_BYTES[p.dtype] for pieces in target.ranks for p in pieces)
     assert plan.payload_bytes() == pieces_bytes
@@ -219,8 +222,8 @@ def test_large_tensors_are_split_and_buckets_are_well_filled():
     layout = one(*(whole(name, shape) for name, shape in shapes.items()))
     plan = make_plan(layout, layout, bucket_bytes=32 << 10)
     assert sum(prod(shape) for shape in shapes.values()) * 4 == plan.payload_bytes()
-    assert all(move.num_bytes <= 8 << 10 for bucket in plan.buckets for move in bucket.moves)
-    assert len(plan.buckets) <= 1.34 * plan.payload_bytes() / (32 << 10) + 1
+    assert all(move.num_bytes <= 4 << 10 for bucket in plan.buckets for move in bucket.moves)
+    assert len(plan.buckets) <= 1.15 * plan.payload_bytes() / (32 << 10) + 1
 
 
 def test_buckets_end_at_layers_where_that_costs_little():
