@@ -145,6 +145,9 @@ class Desk:
             assert set(wanted) <= targets, f"{block}: make has no target {sorted(set(wanted) - targets)}"
         elif program == "tranship":
             self._tranship(arguments, block, really)
+        elif Path(program).name == "pytest":
+            gone = [word for word in arguments if "/" in word and not (ROOT / word).exists()]
+            assert not gone, f"{block}: there is no {gone}"
         else:
             assert program in OTHER_PROGRAMS, f"{block}: {program} is not checked: mark the block as not run, with why"
 
@@ -225,6 +228,7 @@ def test_blocks_are_found_with_their_comments_and_lines() -> None:
         ("bash", "tranship model get nothing-like-it", ""),
         ("bash", "make sense", ""),
         ("bash", "sail away", ""),
+        ("bash", ".venv/bin/pytest tests/unit/no_such_folder", ""),
         ("bash", "tranship train recipes/demo.yaml", "not run:"),
         ("yaml", "rollout: {n: 3}", ""),
         ("yaml", "model: {path: x}\ntrain: {steps: 0}", ""),
