@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import HfApi, snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
@@ -100,9 +99,27 @@ def _names() -> str:
 
 def _from_hub(name: str) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, etag_timeout=_HUB_TIMEOUT_S))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        # One question with a limit first: the download itself would wait for a silent network without end.
+        revision = HfApi().model_info(name, timeout=_HUB_TIMEOUT_S).sha
+    except Exception as error:  # The HTTP library's own kinds of errors differ by version.
+        return _from_hub_cache(name, _first_line(error))
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        raise UserError(
+            f"model.path: downloading {name} from the Hugging Face hub failed ({_first_line(error)}): try again (it "
+            "goes on where it stopped), or check that the disk has room"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _from_hub_cache(name: str, cause: str) -> Path:
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
+    except (OSError, ValueError) as error:
         near = difflib.get_close_matches(name, CATALOG, n=1)
         hint = f"did you mean {near[0]}? otherwise " if near else ""
         raise UserError(
@@ -117,9 +134,8 @@ def _config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
-            f"model.path: {path}/config.json is not usable ({type(error).__name__}: {first_line}): check the file, or "
+            f"model.path: {path}/config.json is not usable ({type(error).__name__}: {_first_line(error)}): check the file, or "
             "set model.trust_remote_code if the model brings its own code"
         ) from error
 

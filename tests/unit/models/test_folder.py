@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import time
 from pathlib import Path
 
@@ -150,12 +151,29 @@ def test_locate_names_a_missing_folder(name: str):
         locate(name)
 
 
-def test_locate_gives_up_on_the_hub_within_seconds(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    started = time.monotonic()
-    with pytest.raises(UserError, match="did you mean smollm2-135m"):
-        locate("smollm2-135")
-    assert time.monotonic() - started < 10
+def test_locate_gives_up_within_seconds_on_a_hub_that_is_silent_or_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NO_PROXY", "*")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        for port in (9, silent.getsockname()[1]):
+            monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+            started = time.monotonic()
+            with pytest.raises(UserError, match="did you mean smollm2-135m"):
+                locate("smollm2-135")
+            assert time.monotonic() - started < 10
+
+
+def test_locate_uses_a_copy_of_the_hub_where_there_is_no_network(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    repository = tmp_path / "hub" / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    shutil.copytree(folder, repository / "snapshots" / "abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert locate("some/model") == repository / "snapshots" / "abc"
 
 
 def test_responses_lose_special_tokens_and_keep_spaces(folder: Path):
