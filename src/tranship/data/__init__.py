@@ -1,0 +1,1 @@
+"""Prompts: sources, files in verl's schema, encoding with the chat template, and their order over epochs."""

@@ -135,8 +135,8 @@ def _config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
         raise UserError(
-            f"model.path: {path}/config.json is not usable ({type(error).__name__}: {_first_line(error)}): check the file, or "
-            "set model.trust_remote_code if the model brings its own code"
+            f"model.path: {path}/config.json is not usable ({type(error).__name__}: {_first_line(error)}): check the "
+            "file, or set model.trust_remote_code if the model brings its own code"
         ) from error
 
 
