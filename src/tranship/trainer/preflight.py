@@ -74,6 +74,7 @@ class Report:
         if self.system_prompt:
             lines.append(f"template  adds a system prompt of its own: {self.system_prompt!r}")
         for name, prompts in (("training", self.train), ("held-out", self.val)):
+            lines += [f"note      {note}" for note in (prompts.notes if prompts else ())]
             if prompts and prompts.dropped:
                 shown = ", ".join(f"row {row}: {reason}" for row, reason in prompts.dropped[:3])
                 lines.append(f"dropped   {len(prompts.dropped)} {name} prompts ({shown}, ...)")
@@ -97,7 +98,7 @@ def preflight(config: Config) -> Report:
     if config.observe.tensorboard_port is not None:
         check_port(config.observe.tensorboard_port)
     model_dir = locate(config.model.path)
-    model = check_folder(model_dir, need_chat_template=True, trust_remote_code=config.model.trust_remote_code)
+    model = check_folder(model_dir, need_chat_template=False, trust_remote_code=config.model.trust_remote_code)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     train = _load("data.train", config, tokenizer)
     val = _load("data.val", config, tokenizer) if config.data.val else None
@@ -138,7 +139,8 @@ def _load(key: str, config: Config, tokenizer: Any) -> PromptSet:
 
 
 def _own_system_prompt(config: Config, tokenizer: Any) -> str | None:
-    return template_system_prompt(tokenizer) if config.data.system_prompt is None else None
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    return template_system_prompt(tokenizer) if has_template and config.data.system_prompt is None else None
 
 
 def _check_context(report: Report) -> None:

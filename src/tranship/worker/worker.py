@@ -195,8 +195,15 @@ class Worker:
             )
         if name == "reward":
             reward = config.reward
+            log_file = Path(config.run.dir) / "reward.log"
+            log_file.parent.mkdir(parents=True, exist_ok=True)
             pool = RewardPool(
-                reward.function, reward.args, reward.num_workers, reward.timeout_s, wakeup=self._context.wakeup
+                reward.function,
+                reward.args,
+                reward.num_workers,
+                reward.timeout_s,
+                wakeup=self._context.wakeup,
+                log_file=log_file,
             )
             return RewardStage(dock, pool, decode=self._decode, lease_s=config.dock.lease_s, watch=watch)
         if name == "reference":
