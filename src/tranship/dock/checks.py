@@ -31,8 +31,19 @@ def check_admissions(groups: Sequence[Admission], table: GroupTable, ledger: Led
             raise ValueError(f"group {group_id} cannot be admitted: {ledger.outcome(group_id) or 'its id is negative'}")
 
 
-def row_group(row: SampleId, lease: Lease | None, table: GroupTable) -> Group:
-    """The group of a row that a message brings columns of. StaleLease if the lease does not cover it."""
+def rows_to_publish(rows: Sequence[SampleId], lease: Lease | None, table: GroupTable) -> list[tuple[SampleId, Group]]:
+    """The rows that a message brings columns of, with their groups.
+
+    Rows whose group was taken away from the lease are passed over. StaleLease if no others are left, or if the lease
+    never covered one; ValueError for a row that does not exist.
+    """
+    kept = [row for row in rows if lease is None or row.group_id not in lease.revoked]
+    if rows and not kept:
+        raise StaleLease(f"the groups of {list(rows)[:4]} have left the dock")
+    return [(row, _group_of(row, lease, table)) for row in kept]
+
+
+def _group_of(row: SampleId, lease: Lease | None, table: GroupTable) -> Group:
     group = table.get(row.group_id)
     if group is None:
         raise StaleLease(f"group {row.group_id} is not in the dock")
@@ -44,9 +55,15 @@ def row_group(row: SampleId, lease: Lease | None, table: GroupTable) -> Group:
 
 
 def groups_to_drop(group_ids: Sequence[int], by: Lease | None, table: GroupTable) -> list[Group]:
-    """The groups that a reader may drop. StaleLease if its lease does not cover them, or they are being trained on."""
+    """The groups that a reader may drop; those that were taken away from its lease are passed over.
+
+    StaleLease if no others are left, if the lease does not cover one, or if one is being trained on elsewhere.
+    """
+    kept = [group_id for group_id in dict.fromkeys(group_ids) if by is None or group_id not in by.revoked]
+    if group_ids and not kept:
+        raise StaleLease(f"the groups {list(group_ids)[:4]} have left the dock")
     groups = []
-    for group_id in dict.fromkeys(group_ids):
+    for group_id in kept:
         group = table.get(group_id) if by is None else by.groups.get(group_id)
         if group is None:
             where = "it is not in the dock" if by is None else f"lease {by.id} does not cover it"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tranship.dock.checks import check_admissions, check_order, groups_to_drop, row_group
+from tranship.dock.checks import check_admissions, check_order, groups_to_drop, rows_to_publish
 from tranship.dock.controller import Key
 from tranship.dock.errors import StaleLease
 from tranship.dock.flow import Flow
@@ -41,9 +41,9 @@ class Dock:
     stages: what each stage reads. batch_groups: groups of one batch. staleness: the bound K on (version at use) -
     (oldest version of any token). on_stale: what happens to a group that would pass it: `finish_first` holds the next
     batch back until the group is done, `discard` drops it as too_stale. ordered: the batch of version v is the groups
-    [v * batch_groups, (v + 1) * batch_groups), which the bound allows by admission alone
-    (always so at K = 0).
-    lease_s: how long a reader may be silent (its lease ends when a message of anybody else finds it overdue). slab_bytes, capacity_bytes, shared, root: see Warehouse. clock: seconds.
+    [v * batch_groups, (v + 1) * batch_groups), which the bound then allows without any group being waited for or
+    discarded (always so at K = 0). lease_s: how long a reader may be silent (its lease ends when a message of anybody
+    else finds it overdue). slab_bytes, capacity_bytes, shared, root: see Warehouse. clock: seconds.
 
     seq goes up with every change that could unblock someone. version is that of the batch that is trained on next.
     """
@@ -111,14 +111,15 @@ class Dock:
         self._changed()
 
     def publish(self, publish: Publish) -> None:
-        """Columns of some rows are there. Of a row that has a column already, the first one stays.
+        """Columns of some rows are there. Of a row that has a column already, the first one stays. Rows of groups
+        that were taken away from the lease are passed over, if there are others.
 
         Raises, and changes nothing: StaleLease if the lease is over or does not cover the rows, StaleSlab if the slab
         was taken from its owner, ValueError for rows that do not exist or a version that the bound does not allow.
         """
         self._expire(publish.lease)
         lease = None if publish.lease is None else self._flow.lease(publish.lease)
-        rows = [(row, row_group(row, lease, self._flow.table)) for row in publish.rows]
+        rows = rows_to_publish(publish.rows, lease, self._flow.table)
         self._warehouse.check_block(publish.block, publish.owner)
         new = [(row, group, self._flow.table.missing(row, group, publish.columns)) for row, group in rows]
         new = [(row, group, columns) for row, group, columns in new if columns]

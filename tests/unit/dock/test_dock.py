@@ -311,11 +311,25 @@ def test_a_lease_that_lost_one_of_its_groups_learns_which(make_rig):
     assert rig.client.renew(batch.lease) == (0,)
     with pytest.raises(StaleLease, match="lost the groups"):
         rig.client.check([batch.lease])
-    with pytest.raises(StaleLease):
-        rig.generate(batch)
-    assert rig.dock.seq
-    rig.client.put(batch.ids[2:], {"response": [np.arange(1)] * 2}, batch.lease)
-    rig.client.ack(batch.lease)
+    with pytest.raises(StaleLease, match="have left"):
+        rig.client.put(batch.ids[:2], {"response": [1, 2]}, batch.lease)
+    with pytest.raises(StaleLease, match="have left"):
+        rig.client.drop([0], "filtered", batch.lease)
+    rig.generate(batch)
+    rig.score()
+    taken = rig.take_batch()
+    assert [group.group_id for group in taken.groups] == [1]
+    assert taken.num_dropped == 1
+
+
+def test_dropping_passes_over_what_has_left_already(make_rig):
+    rig = make_rig(batch_groups=2)
+    rig.admit()
+    batch = rig.start(2)
+    rig.client.drop([0], "invalid:coordinator", None)
+    rig.client.drop([0, 1], "filtered", batch.lease)
+    assert (rig.dock.ledger.invalid, rig.dock.ledger.filtered) == (1, 1)
+    assert rig.take_batch().num_dropped == 2
 
 
 def test_payload_lives_as_long_as_a_lease_that_may_read_it(make_rig, client_of):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tranship.dock import Batch, Dock, DockClient, StageNeeds, StaleLease
 from tranship.types import SampleId
@@ -20,6 +22,32 @@ STAGES = (
     StageNeeds("judge", ("prompt", "response", "reward")),
     StageNeeds("train", ("prompt", "response", "reward", "advantage")),
 )
+# How often each thing happens in a history; its numbers say how much of it.
+WEIGHTS = {
+    "admit": 4,
+    "generate": 6,
+    "start": 3,
+    "put_responses": 4,
+    "score_and_judge": 4,
+    "take_rows": 2,
+    "put_rewards": 2,
+    "take_to_judge": 2,
+    "judge": 2,
+    "take_batch": 2,
+    "train": 3,
+    "give_up": 1,
+    "pass_time": 1,
+    "come_back_late": 2,
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    batch: int
+    staleness: int
+    size: int
+    ordered: bool
+    on_stale: str
 
 
 def content(sample: SampleId, column: str) -> np.ndarray:
@@ -28,31 +56,24 @@ def content(sample: SampleId, column: str) -> np.ndarray:
     return np.full(seed % 90, seed, dtype=np.int32)
 
 
-class History(RuleBasedStateMachine):
+class History:
     """Readers that hold leases for as long as they like, forget some of them, and come back with old ones."""
 
-    @initialize(
-        batch=st.integers(1, 3),
-        staleness=st.integers(0, 3),
-        size=st.integers(1, 3),
-        ordered=st.booleans(),
-        on_stale=st.sampled_from(["finish_first", "discard"]),
-    )
-    def begin(self, batch, staleness, size, ordered, on_stale):
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
         self.now = 0.0
-        self.batch, self.staleness, self.size = batch, staleness, size
-        self.ordered = ordered or staleness == 0
+        self.ordered = setup.ordered or setup.staleness == 0
         self.dock = Dock(
             STAGES,
             run_id="history",
-            batch_groups=batch,
-            staleness=staleness,
-            on_stale=on_stale,
+            batch_groups=setup.batch,
+            staleness=setup.staleness,
+            on_stale=setup.on_stale,
             lease_s=LEASE_S,
             slab_bytes=2048,
             capacity_bytes=1 << 20,
             shared=False,
-            ordered=ordered,
+            ordered=setup.ordered,
             clock=lambda: self.now,
         )
         self.client = DockClient(
@@ -65,174 +86,160 @@ class History(RuleBasedStateMachine):
         self.taken_at: dict[int, int] = {}
         self.trained: Counter[int] = Counter()
         self.dropped: Counter[int] = Counter()
+        self.happened: Counter[str] = Counter()
         self.consumed = 0
         self.seq = 0
 
+    def step(self, action: str, amount: int, choice: int) -> None:
+        getattr(self, action)(amount, choice)
+        self.check()
+
+    def check(self) -> None:
+        """What always holds."""
+        ledger, setup = self.dock.ledger, self.setup
+        ledger.check()
+        assert ledger.admitted == self.next_id
+        assert ledger.trained == sum(self.trained.values())
+        assert max(self.trained.values(), default=1) == 1
+        assert max(self.dropped.values(), default=1) == 1
+        assert not self.trained.keys() & self.dropped.keys()
+        assert sum(ledger.dropped.values()) == sum(self.dropped.values()) + ledger.too_stale
+        assert self.dock.num_admissible() == (setup.staleness + 1) * setup.batch - (self.next_id - self.consumed)
+        assert self.dock.seq >= self.seq
+        self.seq = self.dock.seq
+
     # What happens
 
-    @rule(count=st.integers(1, 12))
-    def admit(self, count):
-        count = min(count, self.dock.num_admissible())
+    def admit(self, amount: int, choice: int) -> None:
+        count = min(amount + 1, self.dock.num_admissible())
         ids = range(self.next_id, self.next_id + count)
-        groups = [(i, self.size, "train", {"prompt": content(SampleId(i, -1), "prompt")}) for i in ids]
+        groups = [(i, self.setup.size, "train", {"prompt": content(SampleId(i, -1), "prompt")}) for i in ids]
         self.client.admit(groups)
         self.next_id += count
 
-    @rule(count=st.integers(1, 4), behind=st.integers(0, 4))
-    def take_rollout(self, count, behind):
-        version = max(0, self.dock.version - behind)
-        batch = self.client.take("rollout", max_groups=count, version=version)
+    def generate(self, amount: int, choice: int) -> None:
+        """A worker that takes groups, does them, and says so."""
+        version = max(0, self.dock.version - choice % 3)
+        for _ in range(amount + 1):
+            batch = self.client.take("rollout", max_groups=1, version=version)
+            if batch is None:
+                return
+            self.check_content(batch)
+            assert self.put(batch, batch.ids, "response", version)
+            self.client.ack(batch.lease)
+            self.note_versions(batch.ids, version)
+
+    def start(self, amount: int, choice: int) -> None:
+        version = max(0, self.dock.version - choice % (self.setup.staleness + 2))
+        batch = self.client.take("rollout", max_groups=amount + 1, version=version)
         if batch is not None:
-            self.hold("rollout", batch)
+            self.hold(batch)
             self.taken_at[batch.lease] = version
 
-    @rule(count=st.integers(1, 5))
-    def take_rows(self, count):
-        self.hold("score", self.client.take_rows("score", max_rows=count))
-
-    @rule(count=st.integers(1, 3))
-    def take_judge(self, count):
-        self.hold("judge", self.client.take("judge", max_groups=count))
-
-    @rule()
-    def take_batch(self):
-        batch = self.client.take_batch("train", groups=self.batch)
+    def put_responses(self, amount: int, choice: int) -> None:
+        batch = self.pick("rollout", choice)
         if batch is None:
             return
-        assert not self.held["train"]
-        assert batch.version == self.dock.version
-        assert len(batch.window) == self.batch
-        assert len(batch.groups) + batch.num_dropped == self.batch
-        if self.ordered:
-            first = batch.version * self.batch
-            assert batch.window == tuple(range(first, first + self.batch))
-        for sample in batch.ids:
-            age = batch.version - self.versions[sample.group_id][sample]
-            assert 0 <= age <= self.staleness
-        self.hold("train", batch)
+        rows = batch.ids[: max(1, len(batch.ids) * (amount + 1) // 8)]
+        version = min(self.taken_at[batch.lease] + choice % 3, self.dock.version)
+        if not self.put(batch, rows, "response", version):
+            self.done_with(batch)
+            return
+        self.note_versions(rows, version)
+        if amount % 2:
+            self.finish(batch)
 
-    def hold(self, stage, batch):
-        if batch is not None:
+    def score_and_judge(self, amount: int, choice: int) -> None:
+        while (batch := self.client.take_rows("score", max_rows=5)) is not None:
             self.check_content(batch)
-            self.held[stage].append(batch)
+            assert self.put(batch, batch.ids, "reward")
+            self.client.ack(batch.lease)
+        while (batch := self.client.take("judge", max_groups=5)) is not None:
+            self.check_content(batch)
+            assert self.put(batch, batch.ids, "advantage")
+            self.client.ack(batch.lease)
 
-    def check_content(self, batch):
-        stage = next(stage for stage in STAGES if stage.name == batch.stage)
-        for column in stage.reads:
-            for sample, value in zip(batch.ids, batch[column], strict=True):
-                of = SampleId(sample.group_id, -1) if column == "prompt" else sample
-                np.testing.assert_array_equal(value, content(of, column))
+    def take_rows(self, amount: int, choice: int) -> None:
+        self.hold(self.client.take_rows("score", max_rows=amount + 1))
 
-    def pick(self, data, stage):
-        return data.draw(st.sampled_from(self.held[stage]))
-
-    def done_with(self, batch):
-        self.held[batch.stage].remove(batch)
-        self.over.append(batch)
-
-    def put(self, batch, rows, column, **options):
-        """A put as a worker does it: what is refused is forgotten. Returns whether it was accepted."""
-        try:
-            self.client.put(rows, {column: [content(row, column) for row in rows]}, batch.lease, **options)
-        except StaleLease:
-            return False
-        return True
-
-    @precondition(lambda self: self.held["rollout"])
-    @rule(data=st.data(), share=st.integers(1, 9), later=st.integers(0, 2), finish=st.booleans())
-    def put_responses(self, data, share, later, finish):
-        batch = self.pick(data, "rollout")
-        rows = batch.ids[: max(1, len(batch.ids) * share // 9)]
-        version = min(self.taken_at[batch.lease] + later, self.dock.version)
-        if self.put(batch, rows, "response", sampled_version=version):
-            for row in rows:
-                self.versions.setdefault(row.group_id, {}).setdefault(row, version)
-        if finish:
+    def put_rewards(self, amount: int, choice: int) -> None:
+        batch = self.pick("score", choice)
+        if batch is None:
+            return
+        if not self.put(batch, batch.ids, "reward"):
+            self.done_with(batch)
+        elif amount % 2:
             self.finish(batch)
 
-    @precondition(lambda self: self.held["score"])
-    @rule(data=st.data(), finish=st.booleans())
-    def put_rewards(self, data, finish):
-        batch = self.pick(data, "score")
-        self.put(batch, batch.ids, "reward")
-        if finish:
-            self.finish(batch)
+    def take_to_judge(self, amount: int, choice: int) -> None:
+        self.hold(self.client.take("judge", max_groups=amount + 1))
 
-    @precondition(lambda self: self.held["judge"])
-    @rule(data=st.data(), drop=st.booleans())
-    def judge(self, data, drop):
-        batch = self.pick(data, "judge")
-        if drop:
-            try:
-                self.client.drop([batch.groups[0].group_id], "filtered", batch.lease)
-            except StaleLease:
-                pass
-            else:
-                self.dropped[batch.groups[0].group_id] += 1
-        rows = [sample for sample in batch.ids if not drop or sample.group_id != batch.groups[0].group_id]
+    def judge(self, amount: int, choice: int) -> None:
+        batch = self.pick("judge", choice)
+        if batch is None:
+            return
+        first = batch.groups[0].group_id if amount % 2 else None
+        if first is not None:
+            self.drop(batch, first, "filtered")
+        rows = [sample for sample in batch.ids if sample.group_id != first]
         if rows and self.put(batch, rows, "advantage"):
             self.finish(batch)
         else:
             self.done_with(batch)
 
-    def finish(self, batch):
-        """Says that all is done if it is; a group that was not put whole goes back."""
-        complete = all(
-            batch.stage != "rollout" or len(self.versions.get(group.group_id, {})) == self.size
-            for group in batch.groups
-        )
-        try:
-            (self.client.ack if complete else self.client.release)(batch.lease)
-        except StaleLease:
-            pass
-        self.done_with(batch)
-
-    @precondition(lambda self: self.held["train"])
-    @rule(drop=st.booleans(), forget=st.booleans())
-    def train(self, drop, forget):
-        batch = self.held["train"][0]
-        self.done_with(batch)
-        if forget:
+    def take_batch(self, amount: int, choice: int) -> None:
+        batch = self.client.take_batch("train", groups=self.setup.batch)
+        if batch is None:
             return
+        assert batch.version == self.dock.version
+        assert len(batch.window) == len(batch.groups) + batch.num_dropped == self.setup.batch
+        if self.ordered:
+            first = batch.version * self.setup.batch
+            assert batch.window == tuple(range(first, first + self.setup.batch))
+        for sample in batch.ids:
+            age = batch.version - self.versions[sample.group_id][sample]
+            assert 0 <= age <= self.setup.staleness
+        self.hold(batch)
+
+    def train(self, amount: int, choice: int) -> None:
+        self.take_batch(amount, choice)
+        batch = self.pick("train", 0)
+        if batch is None:
+            return
+        self.done_with(batch)
         try:
             self.client.check([batch.lease])
         except StaleLease:
             return
-        if drop and batch.groups:
-            self.client.drop([batch.groups[0].group_id], "invalid:nan", batch.lease)
-            self.dropped[batch.groups[0].group_id] += 1
+        if amount == 7 and batch.groups:
+            self.drop(batch, batch.groups[0].group_id, "invalid:nan")
         self.trained.update(self.client.trained(batch.lease))
-        self.consumed += self.batch
+        self.consumed += self.setup.batch
         self.client.advance(self.dock.version + 1)
+        self.happened["trained"] += 1
 
-    @rule(data=st.data(), stage=st.sampled_from([stage.name for stage in STAGES]), silently=st.booleans())
-    def give_up(self, data, stage, silently):
-        if not self.held[stage]:
+    def give_up(self, amount: int, choice: int) -> None:
+        batch = self.pick(list(self.held)[amount % len(self.held)], choice)
+        if batch is None:
             return
-        batch = self.pick(data, stage)
         self.done_with(batch)
-        if not silently:
-            try:
-                self.client.release(batch.lease)
-            except StaleLease:
-                pass
+        if choice % 2:
+            self.say(lambda: self.client.release(batch.lease))
 
-    @rule(seconds=st.sampled_from([1.0, 4.0, LEASE_S + 1]))
-    def time_passes(self, seconds):
-        self.now += seconds
-        if seconds > LEASE_S:
-            self.dock.expire()
+    def pass_time(self, amount: int, choice: int) -> None:
+        self.now += 1.0 + 2 * amount
+        for lease in self.dock.expire():
+            self.happened["expired"] += 1
             for batches in self.held.values():
-                self.over += batches
-                batches.clear()
+                for batch in [batch for batch in batches if batch.lease == lease.lease]:
+                    self.done_with(batch)
 
-    @precondition(lambda self: self.over)
-    @rule(data=st.data())
-    def come_back_late(self, data):
-        """With a lease that was ended or has expired, nothing can be changed; with one that was forgotten it can."""
-        batch = data.draw(st.sampled_from(self.over))
-        if self.dock._flow.leases.find(batch.lease) is not None:
+    def come_back_late(self, amount: int, choice: int) -> None:
+        """With a lease that is over, nothing can be changed."""
+        over = [batch for batch in self.over if self.dock._flow.leases.find(batch.lease) is None]
+        if not over:
             return
+        batch = over[choice % len(over)]
         before = self.dock.snapshot()
         for message in (self.client.ack, self.client.release, self.client.renew, self.client.trained):
             with pytest.raises(StaleLease):
@@ -244,72 +251,109 @@ class History(RuleBasedStateMachine):
             with pytest.raises(StaleLease):
                 self.client.drop([batch.ids[0].group_id], "filtered", batch.lease)
         assert self.dock.snapshot() == before
+        self.happened["late"] += 1
 
-    # What always holds
+    # How readers do it
 
-    @invariant()
-    def the_ledger_balances(self):
-        if not hasattr(self, "dock"):
-            return
-        ledger = self.dock.ledger
-        ledger.check()
-        assert ledger.admitted == self.next_id
-        assert ledger.trained == sum(self.trained.values())
-        assert max(self.trained.values(), default=1) == 1
-        assert max(self.dropped.values(), default=1) == 1
-        assert not self.trained.keys() & self.dropped.keys()
-        assert sum(ledger.dropped.values()) == sum(self.dropped.values()) + ledger.too_stale
-        assert self.dock.num_admissible() == (self.staleness + 1) * self.batch - (self.next_id - self.consumed)
+    def hold(self, batch: Batch | None) -> None:
+        if batch is not None:
+            self.check_content(batch)
+            self.held[batch.stage].append(batch)
 
-    @invariant()
-    def seq_never_goes_back(self):
-        if hasattr(self, "dock"):
-            assert self.dock.seq >= self.seq
-            self.seq = self.dock.seq
+    def pick(self, stage: str, choice: int) -> Batch | None:
+        held = self.held[stage]
+        return held[choice % len(held)] if held else None
 
-    def teardown(self):
-        """If everybody finishes what they have, every group comes to an end."""
-        if not hasattr(self, "dock"):
-            return
-        self.time_passes(seconds=LEASE_S + 1)
-        total = -(-self.next_id // self.batch) * self.batch + self.batch
+    def done_with(self, batch: Batch) -> None:
+        self.held[batch.stage].remove(batch)
+        self.over.append(batch)
+
+    def say(self, message: Callable[[], object]) -> bool:
+        """Whether a message was accepted; one that is refused is forgotten, as a worker does."""
+        try:
+            message()
+        except StaleLease:
+            self.happened["refused"] += 1
+            return False
+        return True
+
+    def put(self, batch: Batch, rows: list[SampleId], column: str, version: int | None = None) -> bool:
+        columns = {column: [content(row, column) for row in rows]}
+        return self.say(lambda: self.client.put(rows, columns, batch.lease, version))
+
+    def drop(self, batch: Batch, group_id: int, reason: str) -> None:
+        if self.say(lambda: self.client.drop([group_id], reason, batch.lease)):
+            self.dropped[group_id] += 1
+
+    def finish(self, batch: Batch) -> None:
+        """Says that all is done if it is; a group that was not put whole goes back."""
+        whole = batch.stage != "rollout" or all(
+            len(self.versions.get(group.group_id, {})) == self.setup.size for group in batch.groups
+        )
+        self.say(lambda: (self.client.ack if whole else self.client.release)(batch.lease))
+        self.done_with(batch)
+
+    def note_versions(self, rows: list[SampleId], version: int) -> None:
+        for row in rows:
+            self.versions.setdefault(row.group_id, {}).setdefault(row, version)
+
+    def check_content(self, batch: Batch) -> None:
+        stage = next(stage for stage in STAGES if stage.name == batch.stage)
+        for column in stage.reads:
+            for sample, value in zip(batch.ids, batch[column], strict=True):
+                of = SampleId(sample.group_id, -1) if column == "prompt" else sample
+                np.testing.assert_array_equal(value, content(of, column))
+
+    def end(self) -> None:
+        """If everybody finishes what they have, every group comes to an end, and nothing stays behind."""
+        self.pass_time(7, 0)
+        total = (self.next_id // self.setup.batch + 2) * self.setup.batch
         while self.consumed < total:
-            self.client.admit(
-                [
-                    (i, self.size, "train", {"prompt": content(SampleId(i, -1), "prompt")})
-                    for i in range(self.next_id, min(total, self.next_id + self.dock.num_admissible()))
-                ]
-            )
-            self.next_id = self.dock.ledger.admitted
-            while (batch := self.client.take("rollout", max_groups=2, version=self.dock.version)) is not None:
-                self.check_content(batch)
-                self.client.put(
-                    batch.ids,
-                    {"response": [content(row, "response") for row in batch.ids]},
-                    batch.lease,
-                    self.dock.version,
-                )
-                for row in batch.ids:
-                    self.versions.setdefault(row.group_id, {}).setdefault(row, self.dock.version)
-                self.client.ack(batch.lease)
-            while (batch := self.client.take_rows("score", max_rows=5)) is not None:
-                self.client.put(batch.ids, {"reward": [content(row, "reward") for row in batch.ids]}, batch.lease)
-                self.client.ack(batch.lease)
-            while (batch := self.client.take("judge", max_groups=5)) is not None:
-                self.client.put(batch.ids, {"advantage": [content(row, "advantage") for row in batch.ids]}, batch.lease)
-                self.client.ack(batch.lease)
+            self.admit(total - self.next_id - 1, 0)
+            self.generate(1000, 0)
+            self.score_and_judge(0, 0)
             before = self.consumed
-            self.take_batch()
-            assert self.held["train"], f"the run stands still: {self.dock.ledger}, version {self.dock.version}"
-            self.train(drop=False, forget=False)
-            assert self.consumed == before + self.batch
+            self.train(0, 0)
+            assert self.consumed > before, f"the run stands still at version {self.dock.version}: {self.dock.ledger}"
+            self.check()
         assert self.dock.ledger.in_flight == 0
         assert all(slab.live == 0 for slab in self.dock._warehouse._slabs.values())
         assert len(self.dock._flow.leases) == 0
         self.dock.close()
 
 
-TestHistory = History.TestCase
-TestHistory.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+setups = st.builds(
+    Setup,
+    batch=st.integers(1, 3),
+    staleness=st.integers(0, 3),
+    size=st.integers(1, 3),
+    ordered=st.booleans(),
+    on_stale=st.sampled_from(["finish_first", "discard"]),
 )
+steps = st.lists(st.tuples(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 7), st.integers(0, 7)), max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(setups, steps)
+def test_any_short_history(setup, steps):
+    history = History(setup)
+    for action, amount, choice in steps:
+        history.step(action, amount, choice)
+    history.end()
+
+
+@pytest.mark.parametrize("on_stale", ["finish_first", "discard"])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_long_histories(staleness, ordered, on_stale):
+    happened: Counter[str] = Counter()
+    for seed in range(8):
+        draw = random.Random(seed)
+        history = History(Setup(draw.randint(1, 3), staleness, draw.randint(1, 3), ordered, on_stale))
+        for action in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=250):
+            history.step(action, draw.randint(0, 7), draw.randint(0, 7))
+        happened += history.happened
+        happened["too_stale"] += history.dock.ledger.too_stale
+        history.end()
+    assert min(happened[what] for what in ("trained", "expired", "refused", "late")) >= 5
+    assert (happened["too_stale"] > 0) == (on_stale == "discard" and staleness > 0 and not ordered)
