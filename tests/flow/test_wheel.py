@@ -20,7 +20,7 @@ RECIPE = """
 run: {dir: out}
 model: {path: tiny-random}
 data:
-  train: {source: sums, args: {low: 1, high: 9}}
+  train: {source: sums, args: {low: 1, high: 20}}
 rollout: {group_size: 4, max_response_tokens: 8}
 train: {steps: 2, batch_size: 8}
 observe: {console: plain}
@@ -103,6 +103,6 @@ def test_the_wheel_runs_a_recipe_outside_the_checkout(installed: Path, tmp_path:
     execute([tranship, "check", "recipe.yaml"], tmp_path, 120, **cache)
     execute([tranship, "train", "recipe.yaml"], tmp_path, 300, **cache)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["status"] == "completed"
-    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) >= 2
+    assert summary["steps"] == 2
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "out" / "model" / "config.json").is_file()

@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 
+from tranship.bench import BENCHES
 from tranship.config import load
 from tranship.config.load import loads
 from tranship.config.yaml_text import read, write
@@ -38,7 +39,7 @@ OTHER_PROGRAMS = {"git", "cd", "pip", "python", "python3", "source", ".", "expor
 UNCHECKED_LANGUAGES = {"", "text", "console", "json", "mermaid"}
 SMALL: dict[str, Any] = {
     "model": {"path": "tiny-random"},
-    "data": {"train": {"source": "sums", "args": {"low": 1, "high": 9}}},
+    "data": {"train": {"source": "sums", "args": {"low": 1, "high": 20}}},
     "rollout": {"max_response_tokens": 8, "dtype": "fp32"},
     "train": {"steps": 2, "precision": "fp32"},
     "observe": {"console": "plain"},
@@ -161,6 +162,8 @@ class Desk:
         if command in {"train", "check"}:
             words = [word for word in arguments[1:] if not word.startswith("-") and word not in ("never", "auto")]
             load(self.folder / words[0], words[1:])
+        elif command == "bench":
+            assert arguments[1] in BENCHES, f"{block}: no benchmark {arguments[1]}"
         elif command == "model" and arguments[1] == "get":
             assert arguments[2] in self._execute(["tranship", "model", "list"], block), (
                 f"{block}: no model {arguments[2]}"
@@ -226,6 +229,7 @@ def test_blocks_are_found_with_their_comments_and_lines() -> None:
         ("bash", "tranship train recipes/demo.yaml rollout.n=3", ""),
         ("bash", "tranship sail", ""),
         ("bash", "tranship model get nothing-like-it", ""),
+        ("bash", "tranship bench nothing-like-it", ""),
         ("bash", "make sense", ""),
         ("bash", "sail away", ""),
         ("bash", ".venv/bin/pytest tests/unit/no_such_folder", ""),

@@ -20,7 +20,9 @@ LIGHT_MODULES = ("tranship", "tranship.types", "tranship.version", "tranship.con
 
 
 def module_names() -> list[str]:
-    return sorted(info.name for info in pkgutil.walk_packages([str(PACKAGE)], "tranship."))
+    """All modules but the scripts that run in the environments of peers."""
+    names = (info.name for info in pkgutil.walk_packages([str(PACKAGE)], "tranship."))
+    return sorted(name for name in names if not name.endswith("_peer"))
 
 
 def tables_in(name: str) -> list[tuple[str, str, str]]:
