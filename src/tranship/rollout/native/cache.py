@@ -85,3 +85,8 @@ class KvCache:
         """Copy a slot's first columns to another slot."""
         for layer in self._layers:
             layer[:, target, :, :columns] = layer[:, source, :, :columns]
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot: masked columns must hold finite values, or they reach the sums that skip them."""
+        for layer in self._layers:
+            layer[:, slot] = 0

@@ -70,6 +70,7 @@ class NativeEngine:
         self._slots = Slots(max_running, max_tokens)
         self._queue: deque[Group] = deque()
         self._ended: list[Response] = []
+        self._broken: list[SampleId] = []
         self._names: set[SampleId] = set()
         self._policy_version = -1
         self._updating = False
@@ -100,20 +101,24 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Response]:
-        """See `RolloutEngine.step`. Raises RunError naming samples whose logits are not finite; they are dropped,
-        and the next step goes on with the others."""
+        """See `RolloutEngine.step`. Raises RunError naming samples whose logits are not finite; they are dropped, and
+        the next step goes on with the others (and returns what finished in this one)."""
         assert not self._updating, "a step between begin_update and finish_update"
         finished, self._ended = self._ended, []
+        failed: list[SampleId] = []
         if self._slots.count or self._queue:
             self._need_weights()
             self._admit()
-            fresh = self._prefill()
-            finished += self._collect(fresh)
-            if self._slots.count:
-                finished += self._collect(self._decode())
+            for work in (self._prefill, self._decode):
+                finished += self._collect(work())
+                failed += self._drop_broken()
+        if failed:
+            self._ended = finished
+            raise _not_finite(failed, self._policy_version)
         self._names.difference_update(response.sample for response in finished)
         return finished
 
+    @torch.inference_mode()
     def abort(self, samples: Sequence[SampleId] | None = None) -> list[Response]:
         """See `RolloutEngine.abort`. Samples that are not unfinished are passed over."""
         wanted = set(self._names) if samples is None else self._names.intersection(samples)
@@ -153,14 +158,14 @@ class NativeEngine:
         self._updating = False
 
     @torch.inference_mode()
-    def probe(self, token_ids: np.ndarray) -> np.ndarray:
+    def probe(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         self._need_weights()
         hidden, _ = self._model.prefill([Chunk(np.asarray(token_ids, np.int32))])
         targets = torch.from_numpy(np.asarray(token_ids[1:], np.int64)).to(self._device)[:, None]
         parts = [np.empty(0, np.float32)]
         for start in range(0, len(targets), PROBE_ROWS):
             rows = slice(start, min(start + PROBE_ROWS, len(targets)))
-            logprobs = torch.log_softmax(self._model.logits(hidden[rows]).float(), -1)
+            logprobs = torch.log_softmax(self._model.logits(hidden[rows]).float() / temperature, -1)
             parts.append(logprobs.gather(1, targets[rows]).squeeze(1).cpu().numpy())
         return np.concatenate(parts)
 
@@ -195,9 +200,7 @@ class NativeEngine:
         self._prefill_prompts([slots.groups[slot] for slot in lacking])
         self._cache.reserve(int((slots.prompt_length + slots.cap)[lacking].max()))
         self._copy_prompts(lacking)
-        fresh = lacking[slots.length[lacking] == 0]
-        if len(fresh):
-            self._draw_first(fresh)
+        fresh = self._draw_first(lacking[slots.length[lacking] == 0])
         partial = lacking[slots.length[lacking] > 1]
         if len(partial) and not self._deterministic:
             self._prefill_partials(partial)
@@ -232,12 +235,14 @@ class NativeEngine:
                 self._cache.fill(layer, [int(slot)], 0, kv)
         slots.cached[rows] = 0
 
-    def _draw_first(self, rows: np.ndarray) -> None:
-        """Draw the first token of these slots from their prompts' logits."""
+    def _draw_first(self, rows: np.ndarray) -> np.ndarray:
+        """Draw the first token of these slots from their prompts' logits; returns those that got one."""
+        if not len(rows):
+            return rows
         slots = self._slots
         prompts = [slots.groups[slot].prompt for slot in rows]
         logits = torch.stack([prompt.logits for prompt in prompts if prompt is not None])
-        self._append(rows, *draw(logits, slots.sampling(rows)))
+        return self._append(rows, *draw(logits, slots.sampling(rows)))
 
     def _prefill_partials(self, rows: np.ndarray) -> None:
         """Fill the cache of interrupted samples, up to the token before their last."""
@@ -263,32 +268,36 @@ class NativeEngine:
         """Run one token of every slot; returns the slots that got a new one (the others replay what they had)."""
         slots = self._slots
         rows = np.arange(slots.count)
+        if not len(rows):
+            return rows
         inputs = torch.from_numpy(slots.tokens[rows, slots.cached[rows]].astype(np.int64))
         positions = torch.from_numpy(slots.prompt_length[rows] + slots.cached[rows])
         self._cache.reserve(int(positions.max()) + 1)
         logits = self._model.decode(inputs.to(self._device), positions.to(self._device), self._cache)
         slots.cached[rows] += 1
         grown = rows[slots.cached[rows] == slots.length[rows]]
+        if not len(grown):
+            return grown
         if len(grown) < len(rows):
             logits = logits[torch.from_numpy(grown).to(self._device)]
-        if len(grown):
-            self._append(grown, *draw(logits, slots.sampling(grown)))
-        return grown
+        return self._append(grown, *draw(logits, slots.sampling(grown)))
 
-    def _append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        bad = ~np.isfinite(logprobs)
-        if bad.any():
-            names = [self._slots.names[slot] for slot in rows[bad]]
-            self._drop(names)
-            raise RunError(
-                f"logits that are not finite, at policy version {self._policy_version}, for samples "
-                f"{', '.join(str(tuple(name)) for name in names[:4])}{' ...' if len(names) > 4 else ''} "
-                f"({len(names)} in all): check the weights of that version"
-            )
-        self._slots.append(rows, tokens, logprobs, self._policy_version)
+    def _append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """Add one token to each of these slots; returns them without those that are broken (not finite)."""
+        good = np.isfinite(logprobs)
+        self._broken += [self._slots.names[slot] for slot in rows[~good]]
+        self._slots.append(rows[good], tokens[good], logprobs[good], self._policy_version)
+        return rows[good]
 
-    def _drop(self, names: Sequence[SampleId]) -> None:
-        self.abort(names)
+    def _drop_broken(self) -> list[SampleId]:
+        """Forget the broken samples, and what is not finite in the cache; returns their names."""
+        broken, self._broken = self._broken, []
+        for name in broken:
+            slot = self._slots.names.index(name)
+            self._cache.clear(slot)
+            self._release(slot)
+        self._names.difference_update(broken)
+        return broken
 
     def _collect(self, rows: np.ndarray) -> list[Response]:
         """The responses of those of these slots that have ended; their slots become free."""
@@ -312,6 +321,14 @@ def _check_deterministic(dtype: str, device: torch.device) -> None:
             f"the deterministic mode of the native engine needs dtype fp32, device cpu and 1 thread, not {dtype}, "
             f"{device} and {threads}: set rollout.dtype=fp32, placement.device=cpu, placement.threads_per_process=1"
         )
+
+
+def _not_finite(names: Sequence[SampleId], version: int) -> RunError:
+    shown = ", ".join(str(tuple(name)) for name in names[:4]) + (" ..." if len(names) > 4 else "")
+    return RunError(
+        f"logits are not finite at policy version {version} for {len(names)} samples "
+        f"(group, sample, attempt): {shown}: check the weights of that version"
+    )
 
 
 def _batches(sizes: Sequence[int], limit: int) -> list[list[int]]:

@@ -81,18 +81,19 @@ def _draw_rows(logits_NV: torch.Tensor, how: RowSampling) -> tuple[np.ndarray, n
     probs_NV = torch.softmax(logits_NV, -1)
     uniform_N = torch.from_numpy(uniforms(how.seed, how.position)).to(device)
     cut = ~greedy & ((how.top_k > 0) | (how.top_p < 1) | (how.min_p > 0))
-    if not (cut | greedy).any():
+    plain = ~greedy & ~cut
+    if plain.all():
         tokens_N = _inverse_cdf(probs_NV, uniform_N)
     else:
         tokens_N = torch.empty(len(greedy), dtype=torch.int64, device=device)
-        for chosen, pick in ((greedy, None), (cut, how), (~(greedy | cut), how)):
-            if not chosen.any():
+        for kind in (greedy, cut, plain):
+            index = torch.from_numpy(np.flatnonzero(kind)).to(device)
+            if not len(index):
                 continue
-            index = torch.from_numpy(np.flatnonzero(chosen)).to(device)
-            if pick is None:
+            if kind is greedy:
                 tokens_N[index] = logits_NV[index].argmax(-1)
-            elif chosen is cut:
-                tokens_N[index] = _inverse_cdf_cut(probs_NV[index], uniform_N[index], how.rows(chosen))
+            elif kind is cut:
+                tokens_N[index] = _inverse_cdf_cut(probs_NV[index], uniform_N[index], how.rows(kind))
             else:
                 tokens_N[index] = _inverse_cdf(probs_NV[index], uniform_N[index])
     logprobs_N = probs_NV.gather(1, tokens_N[:, None]).squeeze(1).log()
@@ -113,7 +114,8 @@ def _inverse_cdf(probs_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tenso
     column_NB = block_N1 * BLOCK + torch.arange(BLOCK, device=probs_NV.device)
     inside_NB = probs_NV.gather(1, column_NB.clamp(max=vocab - 1)).double()
     inside_NB = torch.where(column_NB < vocab, inside_NB, 0.0).cumsum(1)
-    return (block_N1 * BLOCK + _first_above(inside_NB, target_N1 - before_N1)).squeeze(1)
+    token_N1 = block_N1 * BLOCK + _first_above(inside_NB, target_N1 - before_N1)
+    return token_N1.clamp_(max=vocab - 1).squeeze(1)
 
 
 def _first_above(rising: torch.Tensor, target_N1: torch.Tensor) -> torch.Tensor:

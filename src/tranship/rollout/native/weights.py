@@ -27,10 +27,11 @@ class Weights:
         self.allocate()
 
     def allocate(self) -> None:
-        """Make every storage, with undefined content."""
-        self._storages = {
-            name: torch.empty(shape, dtype=self._dtype, device=self._device) for name, shape in self._shapes.items()
-        }
+        """Make every storage, with undefined content; others may write to them in any autograd mode."""
+        with torch.inference_mode(False):
+            self._storages = {
+                name: torch.empty(shape, dtype=self._dtype, device=self._device) for name, shape in self._shapes.items()
+            }
 
     def free(self) -> None:
         """Drop every storage."""
