@@ -30,7 +30,7 @@ def resolve_device(name: str) -> str:
 def num_cores() -> int:
     """Cores that this process may use: the least of its affinity and its cgroup's quota, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, math.ceil(_cgroup_quota())))
+    return max(1, math.ceil(min(cores, _cgroup_quota())))
 
 
 def _cgroup_quota() -> float:

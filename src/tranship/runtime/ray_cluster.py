@@ -5,109 +5,138 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
+import socket
+import subprocess
+import sys
 import tempfile
-import time
+import warnings
 from pathlib import Path
 
 import ray
+from ray._private import ray_constants
 
+from tranship.runtime import guard
 from tranship.runtime.base import RuntimeOptions
 from tranship.runtime.device import num_cores
+from tranship.runtime.processes import descendants, end_all, is_running
 from tranship.types import RunError, UserError
 
-_FOLDER = "tranship-ray-"
+_FOLDER = "tshipray-"
 _LEAST_STORE_BYTES = 80 << 20
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process of this node runs (one that only waits to be reaped does not)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state not in "ZX"
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this node is held by SIGSTOP."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
+_LOOPBACK = "127.0.0.1"
+_GRACE_S = 3.0
+_CONNECT_S = 3.0
+# A socket's path may have 107 bytes; Ray's part of it and our folder's name take 90.
+_LONGEST_FOLDER = 17
 
 
 class Cluster:
-    """A Ray cluster in use. owned: it was started here, lives on this node, and ends with `disconnect`."""
+    """A Ray cluster in use. owned: it was started here, lives on this node, and ends with `disconnect`.
+
+    A cluster of our own listens on the loopback interface alone. When this process is killed, Ray's daemons die with
+    it but some of their helpers do not: a guard process ends those.
+    """
 
     def __init__(self, options: RuntimeOptions) -> None:
         if ray.is_initialized():
             raise RunError("this process is connected to a Ray cluster already: call ray.shutdown() first")
         self.owned = options.ray_address is None
-        self.folder: Path | None = None
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         if options.ray_address is None:
             self._start(options)
         else:
-            self._join(options.ray_address, options)
+            _join(options.ray_address, options)
 
     def _start(self, options: RuntimeOptions) -> None:
         if options.object_store_bytes < _LEAST_STORE_BYTES:
             raise UserError(f"object_store_bytes {options.object_store_bytes} is too small: use {_LEAST_STORE_BYTES}")
         sweep_folders()
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
-        ray.init(
-            num_cpus=options.num_cores or num_cores(),
-            object_store_memory=options.object_store_bytes,
-            include_dashboard=False,
-            log_to_driver=options.log_to_driver,
-            logging_level=logging.ERROR,
-            namespace="tranship",
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(self.folder),
-        )
-
-    def _join(self, address: str, options: RuntimeOptions) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=_short_folder()))
+        command = [sys.executable, "-I", "-S", guard.__file__, str(self._folder)]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        self._daemons: set[int] = set()
+        before = descendants(os.getpid())
+        clusters = ray_constants.ENABLE_RAY_CLUSTER
+        # Ray replaces a loopback address by that of the network unless clusters are switched off.
+        ray_constants.ENABLE_RAY_CLUSTER = False
         try:
             ray.init(
-                address,
+                num_cpus=options.num_cores or num_cores(),
+                object_store_memory=options.object_store_bytes,
+                include_dashboard=False,
                 log_to_driver=options.log_to_driver,
                 logging_level=logging.ERROR,
                 namespace="tranship",
+                _node_ip_address=_LOOPBACK,
+                _temp_dir=str(self._folder),
             )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            first_line = str(error).splitlines()[0]
-            raise UserError(
-                f"placement.ray_address {address!r}: no Ray cluster answers there ({first_line}): "
-                "start one with `ray start --head`, or leave ray_address out"
-            ) from error
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = clusters
+            self._daemons = descendants(os.getpid()) - before
+            self.watch_over_all()
+            if not ray.is_initialized():
+                self.disconnect()
+        if ray.util.get_node_ip_address() != _LOOPBACK:
+            warnings.warn(
+                f"Ray {ray.__version__} listens on {ray.util.get_node_ip_address()}, not on {_LOOPBACK} alone",
+                stacklevel=2,
+            )
+
+    def watch_over_all(self) -> None:
+        """Tell the guard of every process that belongs to the cluster now."""
+        if not self.owned or self._guard.stdin is None or self._guard.poll() is not None:
+            return
+        for pid in self._members():
+            if started := guard.start_time(pid):
+                self._guard.stdin.write(f"{pid} {started}\n")
+        self._guard.stdin.flush()
+
+    def _members(self) -> set[int]:
+        return self._daemons | descendants(*self._daemons)
 
     def last_words(self, pid: int) -> str:
         """The end of what a process of this node wrote to its standard error; "" if nothing is known."""
-        if self.folder is None:
-            return ""
         lines: list[str] = []
-        for file in self.folder.glob(f"session_latest/logs/worker-*-{pid}.err"):
+        for file in self._folder.glob(f"session_latest/logs/worker-*-{pid}.err") if self.owned else ():
             lines += file.read_text(errors="replace").splitlines()
         return "\n".join(line for line in lines if line.strip() and not line.startswith(":"))[-4000:]
 
-    def disconnect(self, pids: list[int], timeout_s: float) -> None:
-        """Leave the cluster; if it is our own, end it, and make sure that `pids` are gone from this node."""
+    def disconnect(self) -> None:
+        """Leave the cluster; if it is our own, end it, and return when none of its processes runs."""
+        members = self._members() if self.owned else set()
         ray.shutdown()
         if not self.owned:
             return
-        deadline = time.monotonic() + timeout_s
-        while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert self.folder is not None
-        shutil.rmtree(self.folder, ignore_errors=True)
+        end_all(members, _GRACE_S)
+        self._guard.communicate("done\n", timeout=10)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _join(address: str, options: RuntimeOptions) -> None:
+    refusal = f"placement.ray_address {address!r}: no Ray cluster answers there (%s): start one with " + (
+        "`ray start --head`, or leave ray_address out"
+    )
+    host, colon, port = address.rpartition(":")
+    if address != "auto" and not (colon and port.isdigit() and "/" not in host):
+        raise UserError(f"placement.ray_address {address!r} is not an address: use HOST:PORT, or auto")
+    try:
+        # Ray itself waits for minutes where nothing listens.
+        if address != "auto":
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        ray.init(address, log_to_driver=options.log_to_driver, logging_level=logging.ERROR, namespace="tranship")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(refusal % str(error).splitlines()[0]) from error
+
+
+def _short_folder() -> str:
+    """Where temporary files go, or /tmp if that path is too long for the sockets that Ray puts below it."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
 
 
 def sweep_folders() -> None:
-    """Remove the folders of clusters whose driver was killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+    """Remove the folders of clusters whose driver is gone."""
+    for folder in Path(_short_folder()).glob(f"{_FOLDER}*-*"):
         pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
         if pid.isdigit() and not is_running(int(pid)) and folder.stat().st_uid == os.getuid():
             shutil.rmtree(folder, ignore_errors=True)

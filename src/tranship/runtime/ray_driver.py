@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -15,7 +14,8 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from tranship.runtime.base import CallTimeout, Handle, Kind, ProcessDied, RuntimeOptions, ServiceProxy
 from tranship.runtime.device import resolve_device
-from tranship.runtime.ray_cluster import Cluster, is_running, is_stopped
+from tranship.runtime.processes import end_all, is_running, is_stopped
+from tranship.runtime.ray_cluster import Cluster
 from tranship.runtime.ray_host import LoopHost, News, Recipe, ServiceHost, Surroundings
 from tranship.runtime.ray_objects import RayObjects
 from tranship.runtime.ray_proxy import RayServiceProxy, describe_death, open_reply
@@ -28,6 +28,7 @@ _STOPPED_S = 6.0
 _SILENT_S = 120.0
 _HELLO_S = 60.0
 _CLOSE_S = 5.0
+_GRACE_S = 1.0
 
 
 def thread_environment(num_threads: int | None) -> dict[str, str]:
@@ -96,6 +97,7 @@ class RayHandle:
     def _learn_pid(self, timeout_s: float) -> None:
         pid: Any = ray.get(self._hello, timeout=timeout_s)
         self.known_pid = pid
+        self._runtime.cluster.watch_over_all()
 
     def note_pid(self) -> None:
         """Learn the process id if that takes no wait."""
@@ -137,17 +139,14 @@ class RayHandle:
             ray.wait([self.actor.stop.remote()], timeout=timeout_s)
         self.kill()
         self._runtime.forget(self)
+        if self._runtime.cluster.owned and self.known_pid:
+            end_all([self.known_pid], _GRACE_S)
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process at once, without a word."""
         self.note_pid()
         self.gone = True
         ray.kill(self.actor)
-        if self._runtime.cluster.owned and self.known_pid and is_running(self.known_pid):
-            try:
-                os.kill(self.known_pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 class RayRuntime:
@@ -157,7 +156,6 @@ class RayRuntime:
         self.cluster = Cluster(options)
         self.objects = RayObjects()
         self._handles: dict[str, RayHandle] = {}
-        self._pids: set[int] = set()
         self._events: deque[tuple[str, dict[str, Any]]] = deque()
         self._open = True
 
@@ -248,6 +246,8 @@ class RayRuntime:
         else:
             return
         handle.kill()
+        if self.cluster.owned:
+            end_all([handle.known_pid], grace_s=0.0)
         message = f"process {handle.name!r} (pid {handle.known_pid}) {cause}; it was ended"
         raise ProcessDied(message, handle.name, handle.known_pid)
 
@@ -260,7 +260,6 @@ class RayRuntime:
 
     def forget(self, handle: RayHandle) -> None:
         """Free the name of a handle that was stopped."""
-        self._pids.add(handle.known_pid)
         if self._handles.get(handle.name) is handle:
             del self._handles[handle.name]
 
@@ -277,7 +276,7 @@ class RayRuntime:
         for handle in handles:
             handle.kill()
             self.forget(handle)
-        self.cluster.disconnect([pid for pid in self._pids if pid], _CLOSE_S)
+        self.cluster.disconnect()
 
     def __enter__(self) -> Self:
         return self

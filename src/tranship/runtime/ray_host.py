@@ -58,7 +58,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, name: str) -> Failure:
-        """`error` as raised in process `name`. What is no Exception (SystemExit) would end the caller: only words go."""
+        """`error` as raised in process `name`. What is no Exception (SystemExit) would end the caller: words go."""
         try:
             pickled = pickle.dumps(error) if isinstance(error, Exception) else b""
         except Exception:

@@ -1,0 +1,198 @@
+"""What is promised of real processes: deaths, limits, endings, and what a process is given."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tranship.runtime import CallTimeout, ProcessDied, RuntimeOptions, start_runtime
+from tranship.runtime.processes import descendants, is_running
+from tranship.types import RunError
+
+HOSTED = f"{Path(__file__).parents[2] / 'contract' / 'hosted_objects.py'}"
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with start_runtime("ray", RuntimeOptions(num_cores=2, object_store_bytes=200 << 20)) as running:
+        yield running
+
+
+def start(runtime, kind, what, **kwargs):
+    """An object under a name of its own, built."""
+    start.count = getattr(start, "count", 0) + 1
+    handle = runtime.start(f"{what.lower()}-{start.count}", f"{HOSTED}:{what}", kwargs, kind=kind, num_threads=1)
+    handle.wait_ready(LIMIT_S)
+    return handle
+
+
+def poll_for(runtime, seconds):
+    """Poll, whatever is heard."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        runtime.poll(1.0)
+        runtime.events()
+
+
+@pytest.mark.parametrize(("method", "arguments"), [("kill_self", ()), ("leave", (3,))])
+def test_the_death_of_a_loop_is_noticed_in_seconds(processes, method, arguments):
+    bomb = start(processes, "loop", "Bomb", fuse=-1)
+    pid = bomb.pid
+    pending = bomb.submit(method, *arguments)
+    before = time.monotonic()
+    with pytest.raises(ProcessDied, match=rf"process '{bomb.name}' \(pid {pid}\) died: \w+") as caught:
+        poll_for(processes, 20)
+    assert time.monotonic() - before < 5.0
+    assert (caught.value.name, caught.value.pid) == (bomb.name, pid)
+    assert not bomb.alive()
+    with pytest.raises(ProcessDied, match=f"pid {pid}"):
+        pending.result(5)
+    with pytest.raises(ProcessDied, match=f"pid {pid}"):
+        bomb.call("greet", timeout_s=5)
+    processes.poll(0.1)
+    bomb.stop()
+    again = processes.start(bomb.name, f"{HOSTED}:Bomb", {"fuse": -1}, kind="loop")
+    assert again.call("greet", timeout_s=LIMIT_S) == "hello"
+    again.stop()
+
+
+def test_a_process_killed_from_outside_while_it_works_is_noticed(processes):
+    bomb = start(processes, "loop", "Bomb", fuse=-1)
+    pending = bomb.submit("sleep", 600)
+    os.kill(bomb.pid, signal.SIGKILL)
+    before = time.monotonic()
+    with pytest.raises(ProcessDied, match=f"pid {bomb.pid}"):
+        pending.result(20)
+    assert time.monotonic() - before < 5.0
+    with pytest.raises(ProcessDied):
+        processes.poll(5.0)
+    bomb.stop()
+
+
+def test_a_stopped_process_is_named_and_ended(processes):
+    bomb = start(processes, "loop", "Bomb", fuse=-1)
+    pid = bomb.pid
+    os.kill(pid, signal.SIGSTOP)
+    before = time.monotonic()
+    with pytest.raises(ProcessDied, match=rf"'{bomb.name}' \(pid {pid}\) is stopped"):
+        poll_for(processes, 30)
+    assert time.monotonic() - before < 15.0
+    bomb.stop()
+    assert not is_running(pid)
+
+
+def test_a_limit_names_what_was_awaited(processes):
+    bomb = start(processes, "loop", "Bomb", fuse=-1)
+    with pytest.raises(CallTimeout, match=rf"'{bomb.name}' \(pid {bomb.pid}\): 'sleep' did not answer within 0.3 s"):
+        bomb.call("sleep", 3, timeout_s=0.3)
+    assert bomb.call("greet", timeout_s=LIMIT_S) == "hello"
+    bomb.stop()
+
+
+@pytest.mark.parametrize(("kind", "words"), [("odd", "OddError in process .*: 1 and 2"), ("exit", "SystemExit in")])
+def test_an_exception_that_cannot_travel_arrives_in_words(processes, kind, words):
+    counter = start(processes, "service", "Counter", start=0)
+    with pytest.raises(RunError, match=words) as caught:
+        counter.call("fail", kind, timeout_s=LIMIT_S)
+    assert "hosted_objects.py" in caught.value.__notes__[0]
+    assert counter.call("read", timeout_s=LIMIT_S) == 0
+    counter.stop()
+
+
+def test_a_service_that_dies_wakes_its_followers_with_an_error(processes):
+    counter = start(processes, "service", "Counter", start=0)
+    wakeup = threading.Event()
+    proxy = processes.service_proxy(counter.name)
+    proxy.watch(wakeup)
+    assert wakeup.wait(10)
+    wakeup.clear()
+    os.kill(counter.pid, signal.SIGKILL)
+    assert wakeup.wait(10)
+    with pytest.raises(ProcessDied, match=counter.name):
+        _ = proxy.seen_seq
+    with pytest.raises(ProcessDied, match=counter.name):
+        proxy.call("read")
+    with pytest.raises(ProcessDied, match=counter.name):
+        processes.poll(10.0)
+    counter.stop()
+
+
+def test_a_process_has_the_threads_and_the_folder_that_it_was_given(processes):
+    handle = processes.start("facts", f"{HOSTED}:Environment", {}, kind="service", num_threads=2)
+    facts = handle.call("facts", timeout_s=LIMIT_S)
+    assert facts == {"threads": 2, "omp": "2", "spin": "0", "folder": os.getcwd()}
+    handle.stop()
+
+
+DRIVER = """
+import os, sys, time
+from tranship.runtime import start_runtime, RuntimeOptions
+runtime = start_runtime("ray", RuntimeOptions(num_cores=2, object_store_bytes=100 << 20))
+hosted = {hosted!r}
+loop = runtime.start("busy", hosted + ":Bomb", {{"fuse": -1}}, kind="loop")
+service = runtime.start("counter", hosted + ":Counter", {{"start": 0}}, kind="service")
+follower = runtime.start("follower", hosted + ":Follower", {{"counter": runtime.service_proxy("counter")}}, kind="loop")
+pids = [handle.pid for handle in (loop, service, follower)]
+loop.wait_ready(60)
+loop.submit("sleep", 600)
+try:
+    print(os.getpid(), *pids, flush=True)
+    while True:
+        runtime.poll(1.0)
+except KeyboardInterrupt:
+    print("interrupted", follower.call("try_fail", timeout_s=30), flush=True)
+    runtime.shutdown()
+    print("ended", flush=True)
+"""
+
+
+def running(pids):
+    """Those of `pids` that still run."""
+    return {pid for pid in pids if is_running(pid)}
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """A driver in a process group of its own, with its hosted processes: (process, their ids, all descendants)."""
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER.format(hosted=HOSTED))
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    hosted = [int(word) for word in process.stdout.readline().split()[1:]]
+    assert len(hosted) == 3
+    everyone = descendants(process.pid) | {process.pid}
+    assert set(hosted) < everyone
+    yield process, hosted, everyone
+    process.kill()
+    process.wait()
+    for pid in running(everyone):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_driver_leaves_no_process(driver):
+    process, _, everyone = driver
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 15
+    while (left := running(everyone)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+
+
+def test_ctrl_c_reaches_the_driver_alone_and_ends_everything(driver):
+    process, hosted, everyone = driver
+    os.killpg(process.pid, signal.SIGINT)
+    for pid in hosted:
+        os.kill(pid, signal.SIGINT)
+    before = time.monotonic()
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - before < 10.0
+    assert output.split("\n")[:2] == ["interrupted steps -1 is negative: use at least 1", "ended"]
+    assert process.returncode == 0
+    assert not running(everyone)
