@@ -1,0 +1,266 @@
+"""One dock, and readers and writers in processes of their own, over plain connections and shared memory.
+
+Run as a program, this file is one of those processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from tranship.dock import Dock, DockClient, StageNeeds, StaleLease
+from tranship.types import SampleId
+
+GROUPS, SIZE = 250, 4
+STAGES = (
+    StageNeeds("rollout", ("prompt",)),
+    StageNeeds("first", ("response", "digest"), "row"),
+    StageNeeds("second", ("prompt", "response", "digest"), "row"),
+    StageNeeds("train", ("prompt", "response", "mark_first", "mark_second")),
+)
+_KEY = b"test"
+
+
+# The processes
+
+
+def response_of(sample: SampleId) -> np.ndarray:
+    return np.random.default_rng(sample.group_id * 10 + sample.sample_index).integers(0, 2**31, 200 + sample.group_id)
+
+
+def digest_of(array: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(array))
+
+
+def connect(address: str, name: str) -> DockClient:
+    connection = Client(address, authkey=_KEY)
+    connection.send(name)
+
+    def call(method: str, *args: Any, **kwargs: Any) -> Any:
+        connection.send((method, args, kwargs))
+        answer = connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return DockClient(call, name, wait_s=20)
+
+
+def produce(client: DockClient, die_after: int) -> None:
+    """Take, write and acknowledge groups; with die_after, be killed while holding some, half of them written."""
+    done = 0
+    while True:
+        batch = client.take("rollout", max_groups=5, version=0)
+        if batch is None:
+            time.sleep(0.002)
+            continue
+        rows = batch.ids[: SIZE * 2] if done >= die_after else batch.ids
+        responses = [response_of(sample) for sample in rows]
+        client.put(
+            rows, {"response": responses, "digest": [digest_of(response) for response in responses]}, batch.lease, 0
+        )
+        if done >= die_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        client.ack(batch.lease)
+        done += len(batch.groups)
+
+
+def read(client: DockClient, stage: str, seen: list[list[int]]) -> None:
+    while True:
+        batch = client.take_rows(stage, max_rows=17)
+        if batch is None:
+            time.sleep(0.002)
+            continue
+        for sample, response, digest in zip(batch.ids, batch["response"], batch["digest"], strict=True):
+            assert digest_of(response) == digest, f"{sample} was changed on its way"
+            np.testing.assert_array_equal(response, response_of(sample))
+            seen.append([sample.group_id, sample.sample_index])
+        client.put(batch.ids, {f"mark_{stage}": [client._owner] * len(batch.ids)}, batch.lease)
+        client.ack(batch.lease)
+
+
+def main(address: str, name: str, role: str, die_after: str) -> None:
+    client = connect(address, name)
+    seen: list[list[int]] = []
+    try:
+        if role == "producer":
+            produce(client, int(die_after))
+        else:
+            read(client, role, seen)
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        print(json.dumps(seen))
+
+
+# The dock's side
+
+
+class Server:
+    """A dock that answers one message after the other, from any number of connections."""
+
+    def __init__(self, dock: Dock, address: str) -> None:
+        self.dock = dock
+        self.lost: list[str] = []
+        self._lock = threading.Lock()
+        self._listener = Listener(address, authkey=_KEY)
+        self._stopping = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return getattr(self.dock, method)(*args, **kwargs)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        name = connection.recv()
+        try:
+            while True:
+                method, args, kwargs = connection.recv()
+                if self._stopping.is_set():
+                    connection.close()
+                    return
+                try:
+                    answer = self.call(method, *args, **kwargs)
+                except Exception as error:
+                    answer = error
+                connection.send(answer)
+        except (EOFError, OSError):
+            with self._lock:
+                self.dock.retire(name)
+                self.lost.append(name)
+
+    def close(self) -> None:
+        """Every process finds its connection closed at its next message."""
+        self._stopping.set()
+        self._listener.close()
+
+
+@pytest.fixture
+def server(tmp_path):
+    root = tmp_path / "shm"
+    root.mkdir()
+    dock = Dock(
+        STAGES,
+        run_id="processes",
+        batch_groups=GROUPS,
+        staleness=0,
+        lease_s=60,
+        slab_bytes=1 << 16,
+        capacity_bytes=1 << 24,
+        shared=True,
+        ordered=False,
+        root=root,
+    )
+    server = Server(dock, str(tmp_path / "socket"))
+    yield server
+    server.close()
+    dock.close()
+    assert list(root.iterdir()) == []
+
+
+def run_processes(server: Server, address: str, processes: list[tuple[str, str, int]]) -> dict[str, Any]:
+    """Admit everything, run the processes until the batch is complete; what each reader saw. Trains the batch."""
+    coordinator = DockClient(server.call, "coordinator", wait_s=20)
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, __file__, address, name, role, str(die_after)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for name, role, die_after in processes
+    }
+    try:
+        for first in range(0, GROUPS, 50):
+            prompts = [np.full(3, group_id, np.int32) for group_id in range(first, first + 50)]
+            coordinator.admit([(first + i, SIZE, "train", {"prompt": prompt}) for i, prompt in enumerate(prompts)])
+        deadline = time.monotonic() + 90
+        while (batch := coordinator.take_batch("train", groups=GROUPS)) is None:
+            assert time.monotonic() < deadline, f"the batch is not complete after 90 s: {server.dock.ledger}"
+            time.sleep(0.01)
+        for sample, response, prompt in zip(batch.ids, batch["response"], batch["prompt"], strict=True):
+            np.testing.assert_array_equal(response, response_of(sample))
+            np.testing.assert_array_equal(prompt, np.full(3, sample.group_id))
+        marks = {stage: Counter(batch[f"mark_{stage}"]) for stage in ("first", "second")}
+        assert len(coordinator.trained(batch.lease)) == GROUPS
+    finally:
+        server.close()
+        outputs = {name: process.communicate(timeout=30)[0] for name, process in started.items()}
+    seen = {name: json.loads(output) if output else [] for name, output in outputs.items()}
+    return {"seen": seen, "codes": {name: process.returncode for name, process in started.items()}, "marks": marks}
+
+
+READERS = [("a1", "first", 0), ("a2", "first", 0), ("b1", "second", 0), ("b2", "second", 0)]
+
+
+def test_each_stage_sees_each_row_once_and_unchanged(server, tmp_path):
+    never = 10**9
+    result = run_processes(
+        server, str(tmp_path / "socket"), [("p1", "producer", never), ("p2", "producer", never), *READERS]
+    )
+    every = sorted([group_id, index] for group_id in range(GROUPS) for index in range(SIZE))
+    seen = result["seen"]
+    assert sorted(seen["a1"] + seen["a2"]) == every
+    assert sorted(seen["b1"] + seen["b2"]) == every
+    assert set(result["codes"].values()) == {0}
+    for stage, names in (("first", ("a1", "a2")), ("second", ("b1", "b2"))):
+        assert result["marks"][stage] == Counter({name: len(seen[name]) for name in names if seen[name]})
+
+
+def test_a_killed_producers_rows_are_made_again(server, tmp_path):
+    result = run_processes(
+        server, str(tmp_path / "socket"), [("doomed", "producer", 40), ("p2", "producer", 10**9), *READERS]
+    )
+    assert result["codes"]["doomed"] == -signal.SIGKILL
+    assert "doomed" in server.lost
+    assert server.dock.ledger.trained == GROUPS
+    every = {(group_id, index) for group_id in range(GROUPS) for index in range(SIZE)}
+    for names in (("a1", "a2"), ("b1", "b2")):
+        assert {tuple(row) for name in names for row in result["seen"][name]} == every
+
+
+def test_what_a_resumed_writer_says_after_it_was_given_up_is_refused(server):
+    """As after a SIGSTOP: it still maps its slab, and writes into it, and reaches nobody."""
+    zombie = DockClient(server.call, "zombie", wait_s=1)
+    zombie.admit([(group_id, 1, "train", {"prompt": np.full(3, group_id)}) for group_id in range(GROUPS)])
+    batch = zombie.take("rollout", max_groups=1, version=0)
+    assert batch is not None
+    memory = zombie._writer._memory
+    server.call("retire", "zombie")
+    other = DockClient(server.call, "other", wait_s=1)
+    again = other.take("rollout", max_groups=1, version=0)
+    assert again is not None
+    assert again.ids == batch.ids
+    with pytest.raises(StaleLease):
+        zombie.put(batch.ids, {"response": [np.zeros(50)], "digest": [0]}, batch.lease, 0)
+    good = np.full(50, 7)
+    other.put(again.ids, {"response": [good], "digest": [digest_of(good)]}, again.lease, 0)
+    free = zombie._writer._next
+    memory[free : free + 4096] = b"\xff" * 4096
+    read_back = other.take_rows("first", max_rows=1)
+    assert read_back is not None
+    np.testing.assert_array_equal(read_back["response"][0], good)
+    np.testing.assert_array_equal(other.take("rollout", max_groups=1, version=0)["prompt"][0], np.full(3, 1))
+
+
+if __name__ == "__main__":
+    assert Path(sys.argv[0]).name == "test_dock_processes.py"
+    main(*sys.argv[1:])
