@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from tranship.dock import DockClient, StaleLease
 from tranship.rewards import RewardPool
-from tranship.stages.stage import Stopwatch
+from tranship.stages.stage import Renewal, Stopwatch
 from tranship.types import SampleId, Score
 
 
@@ -49,14 +48,14 @@ class RewardStage:
         self._pool = pool
         self._decode = decode
         self._watch = watch
-        self._renew_s = lease_s / 3
-        self._renewed = time.monotonic()
+        self._renewal = Renewal(lease_s)
         self._pending: dict[int, _Pending] = {}
 
     def step(self) -> bool:
         """Hand new responses to the pool, and put the groups whose last score has come."""
         progress = self._submit_groups()
         for sample, score in self._pool.poll():
+            assert isinstance(sample, SampleId), sample
             progress = True
             self._collect(sample, score)
         self._renew()
@@ -104,9 +103,8 @@ class RewardStage:
                 return
 
     def _renew(self) -> None:
-        if time.monotonic() - self._renewed < self._renew_s:
+        if not self._renewal.due():
             return
-        self._renewed = time.monotonic()
         for group_id, pending in list(self._pending.items()):
             try:
                 self._dock.renew(pending.lease)

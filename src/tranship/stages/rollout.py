@@ -9,7 +9,7 @@ import numpy as np
 
 from tranship.dock import DockClient, StaleLease
 from tranship.rollout import GroupRequest, RolloutEngine
-from tranship.stages.stage import Stopwatch
+from tranship.stages.stage import Renewal, Stopwatch
 from tranship.types import Response, SampleId, Sampling, sample_seed
 
 # Validation first: the coordinator waits for it.
@@ -40,6 +40,7 @@ class RolloutStage:
         *,
         sampling: Sampling,
         run_seed: int,
+        lease_s: float,
         watch: Stopwatch,
         update: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -49,12 +50,13 @@ class RolloutStage:
         self._run_seed = run_seed
         self._watch = watch
         self._update = update
+        self._renewal = Renewal(lease_s)
         self._running: dict[int, _Running] = {}
 
     def step(self) -> bool:
         """Update the weights if new ones are there, start groups, decode one token of each running sample."""
         updated = self._update()
-        if updated:
+        if updated or self._renewal.due():
             self._forget_lost_groups()
         started = self._start_groups()
         if not self._engine.num_unfinished:

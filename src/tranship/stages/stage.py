@@ -25,6 +25,21 @@ class Stage(Protocol):
         ...
 
 
+class Renewal:
+    """Says when leases have to be renewed: three times within their length, so that one message may be late."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._interval_s = lease_s / 3
+        self._last = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether it is time; asking starts the next interval then."""
+        if time.monotonic() - self._last < self._interval_s:
+            return False
+        self._last = time.monotonic()
+        return True
+
+
 class Stopwatch:
     """Seconds by name since the last `drain`, of one process."""
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tranship.dock import Batch, DockClient
-from tranship.stages.stage import Emit, Stopwatch
+from tranship.dock import Batch, DockClient, StaleLease
+from tranship.stages.stage import Emit, Renewal, Stopwatch
 from tranship.train import LossFn, LossInputs, Totals, TrainEngine
-from tranship.types import TrainBatch
+from tranship.types import RunError, TrainBatch
 
 
 class TrainStage:
@@ -32,6 +32,7 @@ class TrainStage:
         loss: LossFn,
         *,
         groups_per_step: int,
+        lease_s: float,
         with_reference: bool,
         emit: Emit,
         watch: Stopwatch,
@@ -41,6 +42,7 @@ class TrainStage:
         self._engine = engine
         self._loss = loss
         self._groups = groups_per_step
+        self._lease_s = lease_s
         self._with_reference = with_reference
         self._emit = emit
         self._watch = watch
@@ -60,7 +62,11 @@ class TrainStage:
         start = time.perf_counter()
         if batch.ids:
             event["staleness"] = [batch.version - int(versions.min()) for versions in batch["policy_versions"]]
-            event["metrics"] = self._update(batch)
+            try:
+                event["metrics"] = self._update(batch)
+            except StaleLease:
+                # The weights are as they were: the batch is ready again, for this reader or another.
+                return True
         event["seconds"] = time.perf_counter() - start
         with self._watch.time("dock"):
             self._dock.trained(batch.lease)
@@ -71,11 +77,10 @@ class TrainStage:
         """Nothing is held."""
 
     def _update(self, batch: Batch) -> dict[str, float]:
-        gap = _LogprobGap(self._loss, self._check_stop)
+        fence = _Fence(self._dock, batch.lease, self._lease_s, self._check_stop)
+        gap = _LogprobGap(self._loss, fence.keep)
         with self._watch.time("train"):
-            metrics = self._engine.update(
-                to_train_batch(batch, self._with_reference), gap, fence=lambda: self._dock.check([batch.lease])
-            )
+            metrics = self._engine.update(to_train_batch(batch, self._with_reference), gap, fence=fence)
         return {**metrics, **gap.metrics()}
 
 
@@ -95,20 +100,51 @@ def to_train_batch(batch: Batch, with_reference: bool) -> TrainBatch:
     )
 
 
+class _Fence:
+    """Keeps a batch's lease while gradients are computed, and checks it immediately before each optimizer step."""
+
+    def __init__(self, dock: DockClient, lease: int, lease_s: float, check_stop: Callable[[], None]) -> None:
+        self._dock = dock
+        self._lease = lease
+        self._renewal = Renewal(lease_s)
+        self._check_stop = check_stop
+        self._applied = False
+
+    def keep(self) -> None:
+        """Between two microbatches: stop if asked to, while no step is applied yet, and renew the lease in time."""
+        if not self._applied:
+            self._check_stop()
+        if self._renewal.due():
+            self._dock.renew(self._lease)
+
+    def __call__(self) -> None:
+        """StaleLease before the batch's first optimizer step; RunError before a later one, when weights have moved."""
+        try:
+            self._dock.check([self._lease])
+        except StaleLease as error:
+            if not self._applied:
+                raise
+            raise RunError(
+                "the batch's lease was lost between two of its optimizer steps (the trainer was silent for longer than "
+                "dock.lease_s): the weights lie between two versions; go on from the last checkpoint"
+            ) from error
+        self._applied = True
+
+
 class _LogprobGap:
     """A loss that also measures |trainer - sampler| log-probs (I4), on tokens of the version that is being trained,
     at the first optimizer step of a batch, where the trainer's weights are those of that version."""
 
-    def __init__(self, loss: LossFn, check_stop: Callable[[], None]) -> None:
+    def __init__(self, loss: LossFn, before_microbatch: Callable[[], None]) -> None:
         self._loss = loss
-        self._check_stop = check_stop
+        self._before_microbatch = before_microbatch
         self._first: Totals | None = None
         self._max = 0.0
         self._sum = 0.0
         self._count = 0
 
     def __call__(self, inputs: LossInputs, totals: Totals) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
-        self._check_stop()
+        self._before_microbatch()
         self._first = self._first or totals
         if totals is self._first and inputs.on_policy_BT is not None:
             mask = inputs.mask_BT & inputs.on_policy_BT

@@ -93,8 +93,8 @@ class _Run:
             self._recorder.event("training", {"after_s": time.monotonic() - self._started})
             try:
                 self._loop(runtime, coordinator, stop)
-            except RunError as error:
-                self._fail(coordinator, dock, error)
+            except Exception as error:
+                self._fail(coordinator, error)
                 raise
             return self._end(coordinator, dock, "stopped" if stop.requested else "completed")
 
@@ -147,26 +147,26 @@ class _Run:
             for worker in self._workers:
                 worker.submit("interrupt")
 
-    def _fail(self, coordinator: Coordinator, dock: DockClient, error: RunError) -> None:
+    def _fail(self, coordinator: Coordinator, error: Exception) -> None:
+        """Save the last completed step where it is known to be whole, which a fault of our own would leave open."""
         saved: Path | None = None
-        try:
-            saved = coordinator.stop()
-        except RunError as second:
-            error.add_note(f"the last step could not be saved either: {second}")
+        if isinstance(error, RunError):
+            try:
+                saved = coordinator.stop()
+            except RunError as second:
+                error.add_note(f"the last step could not be saved either: {second}")
         if saved is not None:
             error.add_note(f"the last completed step is saved in {saved}: go on with run.resume=auto")
-        self._summarise(coordinator, None, "failed", reason=str(error))
+        self._summarise(None, "failed", reason=f"{type(error).__name__}: {error}")
 
     def _end(self, coordinator: Coordinator, dock: DockClient, status: Status) -> Result:
         if status == "completed" and self._config.run.export:
             self._workers[0].call("export", str(self._run_dir / "model"), timeout_s=_COMMAND_S)
-        summary = self._summarise(coordinator, dock, status)
+        summary = self._summarise(dock, status)
         self._recorder.close(status)
         return Result(self._run_dir, status, summary)
 
-    def _summarise(
-        self, coordinator: Coordinator, dock: DockClient | None, status: Status, reason: str = ""
-    ) -> dict[str, Any]:
+    def _summarise(self, dock: DockClient | None, status: Status, reason: str = "") -> dict[str, Any]:
         values = {
             **self._recorder.totals(),
             "status": status,

@@ -3,7 +3,6 @@ between two steps. It decides nothing."""
 
 from __future__ import annotations
 
-import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tranship.algorithms.objective import make_loss
 from tranship.dock import Batch, DockClient
 from tranship.layouts import Piece
 from tranship.models.tokenizer import decode_response, load_tokenizer
+from tranship.observe import rss_bytes
 from tranship.rewards import RewardPool
 from tranship.rollout import RolloutEngine
 from tranship.runtime import Context, ServiceProxy
@@ -53,8 +53,9 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec, dock: ServiceProxy, context: Context) -> None:
         torch.set_num_threads(spec.num_threads)
+        self._deterministic_before = torch.are_deterministic_algorithms_enabled()
         if spec.config.run.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=False)
+            torch.use_deterministic_algorithms(True)
         self._spec = spec
         self._context = context
         self._watch = Stopwatch()
@@ -94,6 +95,8 @@ class Worker:
         """End the stages; the processes of the reward pool end too."""
         for stage in self._stages:
             stage.close()
+        self._dock.close()
+        torch.use_deterministic_algorithms(self._deterministic_before)
 
     # Commands of the coordinator
 
@@ -152,9 +155,8 @@ class Worker:
         self._trainer.export(Path(folder))
 
     def timings(self) -> dict[str, float]:
-        """Seconds by stage since the last call, and this process's peak memory (`rss_bytes`)."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {**self._watch.drain(), "rss_bytes": float(peak)}
+        """Seconds by stage since the last call, and this process's resident memory now (`rss_bytes`)."""
+        return {**self._watch.drain(), "rss_bytes": float(rss_bytes())}
 
     # How it is put together
 
@@ -190,6 +192,7 @@ class Worker:
                 self._sampler,
                 sampling=build_sampling(self._spec),
                 run_seed=config.run.seed,
+                lease_s=config.dock.lease_s,
                 watch=watch,
                 update=self._update_weights,
             )
@@ -225,6 +228,7 @@ class Worker:
                 self._trainer,
                 make_loss(config.algorithm),
                 groups_per_step=config.groups_per_step,
+                lease_s=config.dock.lease_s,
                 with_reference=config.algorithm.kl.coef > 0,
                 emit=self._emit,
                 watch=watch,
