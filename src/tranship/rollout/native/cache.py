@@ -1,92 +1,161 @@
-"""Keys and values of running samples: one tensor for each layer, a row for each slot, grown in steps.
+"""Keys and values: dense tables of rows, one for the prompts that running samples share, one for their responses.
 
-Letters: S slots, G key heads, T columns (positions), D head_dim; the leading 2 is keys, then values.
+Letters: S rows, G key heads, T columns (tokens), D head_dim; the leading 2 is keys, then values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tranship.rollout.native.shape import ModelShape
 
-READ_STEP = 32
-"""Columns are read in multiples of this."""
 
-GROW_STEP = 128
-"""Columns are allocated in multiples of this."""
+def num_columns(needed: int, fixed_step: int | None) -> int:
+    """Columns to hold `needed` tokens: a multiple of `fixed_step`, or of a step that grows with the length.
+
+    Every column is read at every step, so few are wasted (at most a quarter, from 128 on), and a table that grows
+    token by token is laid out anew only a few times.
+    """
+    step = fixed_step or max(32, 1 << max(0, needed.bit_length() - 3))
+    return -(-max(needed, 1) // step) * step
 
 
-def round_up(count: int, step: int) -> int:
-    """The least multiple of `step` that is at least `count`."""
-    return -(-count // step) * step
+class KvTable:
+    """For each layer a tensor [2, S, G, T, D], read whole in both S (up to a count) and T.
 
+    A row is cleared before it is used again: masked columns still take part in sums, so they must hold finite values.
+    """
 
-class KvCache:
-    """The caches of all layers. Columns beyond what was written hold zeros or old, finite values."""
-
-    def __init__(self, shape: ModelShape, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, fixed_step: int | None = None
+    ) -> None:
         self._shape = shape
-        self._num_slots = num_slots
         self._dtype = dtype
         self._device = device
-        self._columns = 0
+        self._fixed_step = fixed_step
         self._layers: list[torch.Tensor] = []
+        self.rows = 0
+        self.columns = 0
 
     @property
-    def columns(self) -> int:
-        """Allocated positions of a slot."""
-        return self._columns
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._shape.num_layers
 
     def free(self) -> None:
         """Drop everything."""
-        self._layers, self._columns = [], 0
+        self._layers, self.rows, self.columns = [], 0, 0
 
-    def reserve(self, columns: int) -> None:
-        """Make room for so many positions; at least half as many again when it has to grow, content kept."""
-        if columns <= self._columns:
+    def fit(self, used: int, rows: int, needed: int) -> None:
+        """Make room for `rows` rows and `needed` tokens, keeping the first `used` rows.
+
+        Columns also shrink, when half of them would do.
+        """
+        columns = num_columns(needed, self._fixed_step)
+        if self.columns // 2 < columns <= self.columns:
+            columns = self.columns
+        rows = max(rows, self.rows)
+        if (rows, columns) == (self.rows, self.columns):
             return
-        grown = round_up(max(columns, self._columns * 3 // 2), GROW_STEP)
-        shape = (2, self._num_slots, self._shape.num_kv_heads, grown, self._shape.head_dim)
+        kept = min(columns, self.columns)
+        size = (2, rows, self._shape.num_kv_heads, columns, self._shape.head_dim)
         for index in range(self._shape.num_layers):
-            fresh = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            if self._columns:
-                fresh[:, :, :, : self._columns] = self._layers[index]
-                self._layers[index] = fresh
-            else:
+            fresh = torch.zeros(size, dtype=self._dtype, device=self._device)
+            if not self.rows:
                 self._layers.append(fresh)
-        self._columns = grown
+                continue
+            fresh[:, :used, :, :kept] = self._layers[index][:, :used, :, :kept]
+            self._layers[index] = fresh
+        self.rows, self.columns = rows, columns
 
-    def write_index(self, positions_N: torch.Tensor) -> torch.Tensor:
-        """int64 [N, 2 G]: rows of `flat` where slots 0..N-1 keep the keys and values of these positions."""
-        heads = self._shape.num_kv_heads
-        slot_N = torch.arange(len(positions_N), device=self._device)
-        side_2 = torch.arange(2, device=self._device) * self._num_slots
-        row = (side_2[None, :, None] + slot_N[:, None, None]) * heads + torch.arange(heads, device=self._device)
-        return (row * self._columns + positions_N[:, None, None]).flatten(1)
-
-    def flat(self, layer: int) -> torch.Tensor:
-        """The layer's cache as rows [2 S G T, D]."""
-        return self._layers[layer].view(-1, self._shape.head_dim)
-
-    def read(self, layer: int, count: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [count x G, columns, D] of slots 0..count-1, as views."""
-        both = self._layers[layer][:, :count, :, :columns].flatten(1, 2)
+    def read(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [count x G, T, D] of rows 0..count-1, as views."""
+        both = self._layers[layer][:, :count].flatten(1, 2)
         return both[0], both[1]
 
-    def fill(self, layer: int, slots: Sequence[int], start: int, kv_2GTD: torch.Tensor) -> None:
-        """Write the same keys and values into several slots, from position `start` on."""
-        stop = start + kv_2GTD.shape[2]
-        for slot in slots:
-            self._layers[layer][:, slot, :, start:stop] = kv_2GTD
+    def row(self, layer: int, row: int, columns: int) -> torch.Tensor:
+        """[2, G, columns, D] of one row, as a view."""
+        return self._layers[layer][:, row, :, :columns]
 
-    def move(self, source: int, target: int, columns: int) -> None:
-        """Copy a slot's first columns to another slot."""
-        for layer in self._layers:
-            layer[:, target, :, :columns] = layer[:, source, :, :columns]
+    def write(self, layer: int, row: int, kv_2GTD: torch.Tensor) -> None:
+        """Write a row's first columns."""
+        self._layers[layer][:, row, :, : kv_2GTD.shape[2]] = kv_2GTD
 
-    def clear(self, slot: int) -> None:
-        """Zero a slot: masked columns must hold finite values, or they reach the sums that skip them."""
+    def append_index(self, columns_N: torch.Tensor) -> torch.Tensor:
+        """int64 [N, 2 G]: the rows of `flat` where rows 0..N-1 keep the token of these columns."""
+        heads = self._shape.num_kv_heads
+        row_N = torch.arange(len(columns_N), device=self._device)
+        side_2 = torch.arange(2, device=self._device) * self.rows
+        row = (side_2[None, :, None] + row_N[:, None, None]) * heads + torch.arange(heads, device=self._device)
+        return (row * self.columns + columns_N[:, None, None]).flatten(1)
+
+    def flat(self, layer: int) -> torch.Tensor:
+        """The layer's tensor as [2 S G T, D]."""
+        return self._layers[layer].view(-1, self._shape.head_dim)
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Overwrite one row with another."""
         for layer in self._layers:
-            layer[:, slot] = 0
+            layer[:, target] = layer[:, source]
+
+    def clear(self, row: int) -> None:
+        """Zero a row: it may hold what another sample left, and that may not be finite."""
+        for layer in self._layers:
+            layer[:, row] = 0
+
+
+@dataclass(eq=False)
+class PromptRow:
+    """A prompt in the table of prompts: where it lies (it may move), its length, and how many hold it."""
+
+    index: int
+    length: int
+    holders: int = 1
+
+
+class Prompts:
+    """Prompts that are stored once and read by all samples that hold them; rows 0..count-1 are taken."""
+
+    def __init__(self, table: KvTable) -> None:
+        self.table = table
+        self._rows: list[PromptRow] = []
+
+    @property
+    def count(self) -> int:
+        """Rows in use."""
+        return len(self._rows)
+
+    def add(self, kv_layers: Sequence[torch.Tensor]) -> PromptRow:
+        """Store a prompt, given for each layer as [2, G, T, D]; the caller holds it."""
+        row = PromptRow(len(self._rows), kv_layers[0].shape[2])
+        used = len(self._rows)
+        longest = max([row.length, *(other.length for other in self._rows)])
+        self.table.fit(used, used + 1 if used < self.table.rows else max(8, used * 2), longest)
+        self.table.clear(row.index)
+        for layer, kv in enumerate(kv_layers):
+            self.table.write(layer, row.index, kv)
+        self._rows.append(row)
+        return row
+
+    def read(self, row: PromptRow) -> list[torch.Tensor]:
+        """For each layer [2, G, T, D], as views."""
+        return [self.table.row(layer, row.index, row.length) for layer in range(self.table.num_layers)]
+
+    def release(self, row: PromptRow) -> None:
+        """One holder less; the last one frees the row, and another one moves into its place."""
+        row.holders -= 1
+        if row.holders:
+            return
+        last = self._rows.pop()
+        if last is not row:
+            self.table.copy_row(last.index, row.index)
+            last.index = row.index
+            self._rows[row.index] = last
+
+    def free(self) -> None:
+        """Drop the table's memory (no prompt may be held)."""
+        assert not self._rows, "prompts are still held"
+        self.table.free()

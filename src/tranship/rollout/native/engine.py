@@ -1,7 +1,7 @@
 """The native rollout engine: continuous batching over slots, one process, one device.
 
 Each step admits what waits, prefills what needs it, and decodes one token of every running sample. A prompt is
-prefilled once for its group; its keys and values are copied to the slots of the group's samples.
+prefilled once for its group, stored once, and read once for all samples of the group that run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from tranship.layouts.pieces import Piece
 from tranship.rollout.engine import Capabilities, GroupRequest
-from tranship.rollout.native.cache import KvCache
-from tranship.rollout.native.model import Chunk, Model
+from tranship.rollout.native.cache import KvTable, PromptRow, Prompts
+from tranship.rollout.native.model import FIXED_COLUMNS, Chunk, DecodeRows, Model
 from tranship.rollout.native.requests import Group, PromptState, make_group
 from tranship.rollout.native.sampling import draw
 from tranship.rollout.native.shape import read_shape
@@ -66,7 +66,10 @@ class NativeEngine:
         self.capabilities = Capabilities(deterministic=deterministic, partial_rollout=True)
         self._weights = Weights(self._shape, DTYPES[dtype], self._device)
         self._model = Model(self._shape, self._device, max_tokens, fixed_columns=deterministic)
-        self._cache = KvCache(self._shape, max_running, DTYPES[dtype], self._device)
+        step = FIXED_COLUMNS if deterministic else None
+        self._prompts = Prompts(KvTable(self._shape, DTYPES[dtype], self._device, step))
+        self._responses = KvTable(self._shape, DTYPES[dtype], self._device, step)
+        self._sharing: tuple[torch.Tensor, torch.Tensor] | None = None
         self._slots = Slots(max_running, max_tokens)
         self._queue: deque[Group] = deque()
         self._ended: list[Response] = []
@@ -127,6 +130,8 @@ class NativeEngine:
         for group in self._queue:
             stopped += [sample.response("abort") for sample in group.waiting if sample.sample in wanted]
             group.waiting = deque(sample for sample in group.waiting if sample.sample not in wanted)
+            if not group.waiting:
+                self._forget_prompt(group)
         self._queue = deque(group for group in self._queue if group.waiting)
         for slot in reversed(range(self._slots.count)):
             if self._slots.names[slot] in wanted:
@@ -150,10 +155,11 @@ class NativeEngine:
         """See `RolloutEngine.finish_update`. The cache is computed again by the next step, not here."""
         assert self._updating, "finish_update without begin_update"
         self._model.prepare(self._weights)
-        for group in (*self._queue, *self._slots.groups):
-            group.prompt = None
+        for group in self._queue:
+            self._forget_prompt(group)
         if self._recompute:
-            self._slots.cached[: self._slots.count] = -1
+            for slot in range(self._slots.count):
+                self._hold_prompt(slot, None)
         self._policy_version = policy_version
         self._updating = False
 
@@ -173,7 +179,8 @@ class NativeEngine:
         assert not self._names, f"{len(self._names)} samples are unfinished: abort them before sleep"
         self._weights.free()
         self._model.free()
-        self._cache.free()
+        self._prompts.free()
+        self._responses.free()
         self._policy_version = -1
 
     def wake_up(self) -> None:
@@ -192,21 +199,24 @@ class NativeEngine:
                 self._queue.popleft()
 
     def _prefill(self) -> np.ndarray:
-        """Compute what the cache of running samples lacks; returns the slots that got their first token."""
+        """Compute the prompts and partial responses that running samples lack; returns the slots that got their
+        first token."""
         slots = self._slots
-        lacking = np.flatnonzero(slots.cached[: slots.count] < 0)
+        lacking = np.array([slot for slot, prompt in enumerate(slots.prompts) if prompt is None], np.int64)
         if not len(lacking):
             return lacking
         self._prefill_prompts([slots.groups[slot] for slot in lacking])
-        self._cache.reserve(int((slots.prompt_length + slots.cap)[lacking].max()))
-        self._copy_prompts(lacking)
+        for slot in lacking:
+            prompt = slots.groups[slot].prompt
+            assert prompt is not None, "the prompt was not prefilled"
+            self._hold_prompt(int(slot), prompt.row)
         fresh = self._draw_first(lacking[slots.length[lacking] == 0])
         partial = lacking[slots.length[lacking] > 1]
         if len(partial) and not self._deterministic:
             self._prefill_partials(partial)
-        for group in {id(group): group for group in slots.groups}.values():
-            if not group.waiting:
-                group.prompt = None
+        for slot in lacking:
+            if not slots.groups[slot].waiting:
+                self._forget_prompt(slots.groups[slot])
         return fresh
 
     def _prefill_prompts(self, groups: Sequence[Group]) -> None:
@@ -217,23 +227,35 @@ class NativeEngine:
             chosen = [missing[index] for index in batch]
             hidden, kept = self._model.prefill([Chunk(group.prompt_ids) for group in chosen])
             stops = np.cumsum([len(group.prompt_ids) for group in chosen])
-            logits = self._model.logits(hidden[torch.from_numpy(stops - 1).to(self._device)])
+            logits = self._model.logits(hidden[self._tensor(stops - 1)])
             for row, (group, stop) in enumerate(zip(chosen, stops, strict=True)):
                 tokens = slice(int(stop) - len(group.prompt_ids), int(stop))
-                group.prompt = PromptState([self._per_head(layer[tokens]) for layer in kept], logits[row])
+                stored = self._prompts.add([_by_head(layer[tokens]) for layer in kept])
+                group.prompt = PromptState(stored, logits[row])
 
-    def _per_head(self, kv_L2GD: torch.Tensor) -> torch.Tensor:
-        """[2, G, L, D]."""
-        return kv_L2GD.unflatten(1, (2, -1)).permute(1, 2, 0, 3).contiguous()
+    def _hold_prompt(self, slot: int, row: PromptRow | None) -> None:
+        """Give a slot its prompt, or none, with nothing of its response in the cache.
 
-    def _copy_prompts(self, rows: np.ndarray) -> None:
-        slots = self._slots
-        for slot in rows:
-            prompt = slots.groups[slot].prompt
-            assert prompt is not None, "the prompt was not prefilled"
-            for layer, kv in enumerate(prompt.kv):
-                self._cache.fill(layer, [int(slot)], 0, kv)
-        slots.cached[rows] = 0
+        In deterministic mode every slot has a copy of its own, so that no product's shape depends on how many share.
+        """
+        held = self._slots.prompts[slot]
+        if held is not None:
+            self._prompts.release(held)
+        if row is not None and self._deterministic:
+            row = self._prompts.add(self._prompts.read(row))
+        elif row is not None:
+            row.holders += 1
+        if row is not None:
+            self._responses.clear(slot)
+        self._slots.prompts[slot] = row
+        self._slots.cached[slot] = 0
+        self._sharing = None
+
+    def _forget_prompt(self, group: Group) -> None:
+        if group.prompt is not None:
+            self._prompts.release(group.prompt.row)
+            group.prompt = None
+            self._sharing = None
 
     def _draw_first(self, rows: np.ndarray) -> np.ndarray:
         """Draw the first token of these slots from their prompts' logits; returns those that got one."""
@@ -247,20 +269,22 @@ class NativeEngine:
     def _prefill_partials(self, rows: np.ndarray) -> None:
         """Fill the cache of interrupted samples, up to the token before their last."""
         slots = self._slots
-        for batch in _batches([int(slots.length[slot]) - 1 for slot in rows], PREFILL_TOKENS):
+        sizes = slots.length[rows] - 1
+        self._responses.fit(slots.count, slots.num_slots, int(max(slots.length[: slots.count].max(), 1)))
+        for batch in _batches(sizes.tolist(), PREFILL_TOKENS):
             chosen = [int(rows[index]) for index in batch]
             chunks = []
             for slot in chosen:
-                prompt = slots.groups[slot].prompt
+                prompt = slots.prompts[slot]
                 assert prompt is not None, "the prompt was not prefilled"
                 tokens = slots.tokens[slot, : slots.length[slot] - 1]
-                chunks.append(Chunk(tokens, int(slots.prompt_length[slot]), prompt.kv))
+                chunks.append(Chunk(tokens, prompt.length, self._prompts.read(prompt)))
             _, kept = self._model.prefill(chunks)
             at = 0
             for slot, chunk in zip(chosen, chunks, strict=True):
                 tokens = slice(at, at + len(chunk.token_ids))
                 for layer, kv in enumerate(kept):
-                    self._cache.fill(layer, [slot], chunk.start, self._per_head(kv[tokens]))
+                    self._responses.write(layer, slot, _by_head(kv[tokens]))
                 slots.cached[slot] = len(chunk.token_ids)
                 at = tokens.stop
 
@@ -270,17 +294,32 @@ class NativeEngine:
         rows = np.arange(slots.count)
         if not len(rows):
             return rows
-        inputs = torch.from_numpy(slots.tokens[rows, slots.cached[rows]].astype(np.int64))
-        positions = torch.from_numpy(slots.prompt_length[rows] + slots.cached[rows])
-        self._cache.reserve(int(positions.max()) + 1)
-        logits = self._model.decode(inputs.to(self._device), positions.to(self._device), self._cache)
+        self._responses.fit(slots.count, slots.num_slots, int(slots.cached[rows].max()) + 1)
+        logits = self._model.decode(self._decode_rows(rows), self._prompts.table, self._responses)
         slots.cached[rows] += 1
         grown = rows[slots.cached[rows] == slots.length[rows]]
         if not len(grown):
             return grown
         if len(grown) < len(rows):
-            logits = logits[torch.from_numpy(grown).to(self._device)]
+            logits = logits[self._tensor(grown)]
         return self._append(grown, *draw(logits, slots.sampling(grown)))
+
+    def _decode_rows(self, rows: np.ndarray) -> DecodeRows:
+        slots = self._slots
+        if self._sharing is None:
+            to_prompt, to_row = slots.sharing(self._prompts.count, self._shape.num_kv_heads)
+            self._sharing = self._tensor(to_prompt), self._tensor(to_row)
+        tokens = slots.tokens[rows, slots.cached[rows]].astype(np.int64)
+        return DecodeRows(
+            self._tensor(tokens),
+            self._tensor(slots.cached[rows]),
+            self._tensor(slots.prompt_length[rows]),
+            self._prompts.count,
+            *self._sharing,
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
 
     def _append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """Add one token to each of these slots; returns them without those that are broken (not finite)."""
@@ -290,12 +329,10 @@ class NativeEngine:
         return rows[good]
 
     def _drop_broken(self) -> list[SampleId]:
-        """Forget the broken samples, and what is not finite in the cache; returns their names."""
+        """Forget the broken samples; returns their names."""
         broken, self._broken = self._broken, []
         for name in broken:
-            slot = self._slots.names.index(name)
-            self._cache.clear(slot)
-            self._release(slot)
+            self._release(self._slots.names.index(name))
         self._names.difference_update(broken)
         return broken
 
@@ -308,10 +345,10 @@ class NativeEngine:
         return finished
 
     def _release(self, slot: int) -> None:
-        slots = self._slots
-        moved = slots.remove(slot)
-        if moved != slot and slots.cached[slot] >= 0:
-            self._cache.move(moved, slot, int(slots.prompt_length[slot] + slots.cached[slot]))
+        self._hold_prompt(slot, None)
+        moved = self._slots.remove(slot)
+        if moved != slot and self._responses.rows:
+            self._responses.copy_row(moved, slot)
 
 
 def _check_deterministic(dtype: str, device: torch.device) -> None:
@@ -321,6 +358,11 @@ def _check_deterministic(dtype: str, device: torch.device) -> None:
             f"the deterministic mode of the native engine needs dtype fp32, device cpu and 1 thread, not {dtype}, "
             f"{device} and {threads}: set rollout.dtype=fp32, placement.device=cpu, placement.threads_per_process=1"
         )
+
+
+def _by_head(kv_L2GD: torch.Tensor) -> torch.Tensor:
+    """[2, G, L, D] of keys and values that lie token by token."""
+    return kv_L2GD.unflatten(1, (2, -1)).permute(1, 2, 0, 3)
 
 
 def _not_finite(names: Sequence[SampleId], version: int) -> RunError:

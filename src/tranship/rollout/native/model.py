@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from tranship.rollout.native.cache import GROW_STEP, READ_STEP, KvCache, round_up
+from tranship.rollout.native.cache import KvTable
 from tranship.rollout.native.linear import Linear, make_linear
 from tranship.rollout.native.shape import ModelShape
 from tranship.rollout.native.weights import Weights
 
-FIXED_COLUMNS = GROW_STEP
-"""In deterministic mode attention reads the cache in blocks of this width, so that no product's shape depends on
-how long the neighbours are."""
+FIXED_COLUMNS = 128
+"""In deterministic mode attention reads keys and values in blocks of this width, so that no product's shape depends
+on how long the neighbours are."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,23 @@ class Chunk:
     token_ids: np.ndarray
     start: int = 0
     past: Sequence[torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """What one decode step runs: int64 tensors.
+
+    token_N: the tokens. column_N: where each lies in its response. prompt_length_N. num_prompts: prompts that are
+    read. to_prompt [num_prompts x G x W]: for each prompt, key head and place (W: the most rows that share a prompt)
+    the row and key head (row x G + head) that stands there, any one where none does. to_row [N x G]: the inverse.
+    """
+
+    token_N: torch.Tensor
+    column_N: torch.Tensor
+    prompt_length_N: torch.Tensor
+    num_prompts: int
+    to_prompt: torch.Tensor
+    to_row: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -162,46 +179,72 @@ class Model:
         )
         return out_1QLD[0].transpose(0, 1).flatten(1)
 
-    def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KvCache) -> torch.Tensor:
-        """Run one token of each of slots 0..N-1 and keep its keys and values; returns the logits [N, V].
+    def decode(self, rows: DecodeRows, prompts: KvTable, responses: KvTable) -> torch.Tensor:
+        """Run one token of each of rows 0..N-1 of `responses` and keep its keys and values; returns the logits [N, V].
 
-        tokens_N, positions_N: int64. The cache must have room for the positions.
+        The tables must have room for it.
         """
-        count = len(tokens_N)
-        step = FIXED_COLUMNS if self._fixed_columns else READ_STEP
-        columns = round_up(int(positions_N.max()) + 1, step)
-        turns_N = self._turns[positions_N]
+        turns_N = self._turns[rows.prompt_length_N + rows.column_N]
         scaled_N = turns_N * self._scale
-        index = cache.write_index(positions_N)
-        hidden = torch.arange(columns, device=self._device) > positions_N[:, None]
-        mask_N1T = torch.zeros(hidden.shape, dtype=self._embed.dtype, device=self._device)
-        mask_N1T = mask_N1T.masked_fill_(hidden, float("-inf"))[:, None]
-        x_NH = functional.embedding(tokens_N, self._embed)
+        index = responses.append_index(rows.column_N)
+        mask_N1T = self._decode_mask(rows, prompts.columns, responses.columns)
+        x_NH = functional.embedding(rows.token_N, self._embed)
         for number, layer in enumerate(self._layers):
             q_NQD, kv_N2GD = self._project(layer, x_NH, scaled_N, turns_N)
-            cache.flat(number).index_put_((index,), kv_N2GD)
-            keys, values = cache.read(number, count, columns)
-            x_NH = self._finish_layer(layer, x_NH, self._attend(q_NQD, keys, values, mask_N1T))
+            responses.flat(number).index_put_((index,), kv_N2GD)
+            shared, own = prompts.read(number, rows.num_prompts), responses.read(number, len(x_NH))
+            x_NH = self._finish_layer(layer, x_NH, self._attend(q_NQD, shared, own, mask_N1T, rows))
         return self._head(self._rms(x_NH, self._norm))
 
+    def _decode_mask(self, rows: DecodeRows, prompt_columns: int, response_columns: int) -> torch.Tensor:
+        """[N, 1, P + T]: 0 for the row's own prompt and its response up to now, else -inf."""
+        beyond = torch.arange(prompt_columns, device=self._device) >= rows.prompt_length_N[:, None]
+        later = torch.arange(response_columns, device=self._device) > rows.column_N[:, None]
+        hidden = torch.cat([beyond, later], 1)
+        mask = torch.zeros(hidden.shape, dtype=self._embed.dtype, device=self._device)
+        return mask.masked_fill_(hidden, float("-inf"))[:, None]
+
     def _attend(
-        self, q_NQD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask_N1T: torch.Tensor
+        self,
+        q_NQD: torch.Tensor,
+        prompts: tuple[torch.Tensor, torch.Tensor],
+        responses: tuple[torch.Tensor, torch.Tensor],
+        mask_N1T: torch.Tensor,
+        rows: DecodeRows,
     ) -> torch.Tensor:
-        """Each row's attention over its own slot [N, Q D]. keys, values: [N G, T, D]."""
-        count, columns = q_NQD.shape[0], keys.shape[1]
-        q = q_NQD.reshape(keys.shape[0], self._shape.heads_per_kv, -1)
-        if not self._fixed_columns:
-            scores = torch.bmm(q, keys.transpose(1, 2))
-            scores.view(count, -1, columns).add_(mask_N1T)
-            return torch.bmm(torch.softmax(scores, -1), values).view(count, -1)
-        blocks = [slice(start, start + FIXED_COLUMNS) for start in range(0, columns, FIXED_COLUMNS)]
-        scores = torch.cat([torch.bmm(q, keys[:, block].transpose(1, 2)) for block in blocks], -1)
-        scores.view(count, -1, columns).add_(mask_N1T)
+        """Each row's attention over its prompt and its response [N, Q D].
+
+        A prompt is read once for all rows that share it: their queries are gathered below each other. prompts: keys
+        and values [num_prompts G, P, D]; responses: [N G, T, D].
+        """
+        count, repeat, dim = len(q_NQD), self._shape.heads_per_kv, self._shape.head_dim
+        blocks, columns = len(prompts[0]), prompts[0].shape[1]
+        q = q_NQD.reshape(-1, repeat * dim)
+        q_shared = q.index_select(0, rows.to_prompt).view(blocks, -1, dim)
+        shared = self._scores(q_shared, prompts[0]).view(-1, repeat * columns)
+        shared = shared.index_select(0, rows.to_row).view(-1, repeat, columns)
+        scores = torch.cat([shared, self._scores(q.view(-1, repeat, dim), responses[0])], -1)
+        scores.view(count, -1, mask_N1T.shape[-1]).add_(mask_N1T)
         probs = torch.softmax(scores, -1)
-        out = torch.bmm(probs[..., blocks[0]], values[:, blocks[0]])
-        for block in blocks[1:]:
-            out += torch.bmm(probs[..., block], values[:, block])
-        return out.view(count, -1)
+        weights = probs[..., :columns].index_select(0, rows.to_prompt).view(blocks, -1, columns)
+        out = self._weigh(None, weights, prompts[1]).view(-1, repeat * dim)
+        out = out.index_select(0, rows.to_row).view(-1, repeat, dim)
+        return self._weigh(out, probs[..., columns:], responses[1]).view(count, -1)
+
+    def _scores(self, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Batched q [., M, D] times keys [., T, D], transposed."""
+        keys = keys.transpose(1, 2)
+        if not self._fixed_columns:
+            return torch.bmm(q, keys)
+        return torch.cat([torch.bmm(q, block) for block in keys.split(FIXED_COLUMNS, 2)], 2)
+
+    def _weigh(self, start: torch.Tensor | None, probs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Batched probs [., M, T] times values [., T, D], added to `start`."""
+        step = FIXED_COLUMNS if self._fixed_columns else values.shape[1]
+        for part, block in zip(probs.split(step, 2), values.split(step, 1), strict=True):
+            start = torch.bmm(part, block) if start is None else start.baddbmm_(part, block)
+        assert start is not None, "no columns"
+        return start
 
     def _project(
         self, layer: Layer, x_NH: torch.Tensor, q_turns: torch.Tensor, k_turns: torch.Tensor

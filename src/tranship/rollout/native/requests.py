@@ -9,14 +9,15 @@ import numpy as np
 import torch
 
 from tranship.rollout.engine import GroupRequest
+from tranship.rollout.native.cache import PromptRow
 from tranship.types import FinishReason, Response, SampleId, Sampling, UserError
 
 
 @dataclass
 class PromptState:
-    """What a prefill left for a group: for each layer the keys and values [2, G, P, D], and the logits [V] after it."""
+    """What a prefill left for a group: its row in the table of prompts, and the logits [V] after it."""
 
-    kv: list[torch.Tensor]
+    row: PromptRow
     logits: torch.Tensor
 
 
@@ -37,13 +38,12 @@ class Sample:
 
 @dataclass(eq=False)
 class Group:
-    """One request: samples of one prompt that wait, and how many run. prompt: its prefill, while it is valid."""
+    """One request: the samples of one prompt that wait. prompt: its prefill, while samples need it to start."""
 
     prompt_ids: np.ndarray
     sampling: Sampling
     end_ids: tuple[int, ...]
     waiting: deque[Sample] = field(default_factory=deque)
-    num_running: int = 0
     prompt: PromptState | None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tranship.rollout.native.cache import PromptRow
 from tranship.rollout.native.requests import Group, Sample
 from tranship.rollout.native.sampling import RowSampling
 from tranship.types import FinishReason, Response, SampleId
@@ -12,8 +13,9 @@ from tranship.types import FinishReason, Response, SampleId
 class Slots:
     """What each running sample has: its tokens and how it is drawn.
 
-    length: tokens of the response so far. cached: how many of them have keys and values; -1 where the prompt's are
-    missing too. The token that decoding reads next is tokens[slot, cached].
+    prompts: where its prompt's keys and values lie, None where they are to be computed. length: tokens of the
+    response so far. cached: how many of them have keys and values; the token that decoding reads next is
+    tokens[slot, cached].
     """
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
@@ -21,6 +23,7 @@ class Slots:
         self.count = 0
         self.groups: list[Group] = []
         self.names: list[SampleId] = []
+        self.prompts: list[PromptRow | None] = []
         self.prompt_length = np.zeros(num_slots, np.int64)
         self.cap = np.zeros(num_slots, np.int64)
         self.length = np.zeros(num_slots, np.int64)
@@ -40,13 +43,13 @@ class Slots:
         slot, sampling, length = self.count, group.sampling, len(sample.tokens)
         assert slot < self.num_slots, "no slot is free"
         self.count += 1
-        group.num_running += 1
         self.groups.append(group)
+        self.prompts.append(None)
         self.names.append(sample.sample)
         self.prompt_length[slot] = len(group.prompt_ids)
         self.cap[slot] = sampling.max_response_tokens
         self.length[slot] = length
-        self.cached[slot] = -1
+        self.cached[slot] = 0
         self.seed[slot] = sample.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[slot] = sampling.temperature
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = sampling.top_k, sampling.top_p, sampling.min_p
@@ -62,6 +65,19 @@ class Slots:
             self.end_ids = np.pad(self.end_ids, ((0, 0), (0, missing)), constant_values=-1)
         self.end_ids[slot] = -1
         self.end_ids[slot, : len(end_ids)] = end_ids
+
+    def sharing(self, num_prompts: int, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
+        """The maps between rows and places of `DecodeRows`, int64: to_prompt and to_row. Every prompt must be known."""
+        where = np.array([prompt.index for prompt in self.prompts if prompt is not None])
+        order = np.argsort(where, kind="stable")
+        starts = np.searchsorted(where[order], np.arange(num_prompts))
+        place = np.empty(self.count, np.int64)
+        place[order] = np.arange(self.count) - starts[where[order]]
+        width, heads = place.max() + 1, np.arange(num_heads)
+        to_row = (where[:, None] * num_heads + heads) * width + place[:, None]
+        to_prompt = np.zeros(num_prompts * num_heads * width, np.int64)
+        to_prompt[to_row] = np.arange(self.count)[:, None] * num_heads + heads
+        return to_prompt, to_row.ravel()
 
     def sampling(self, rows: np.ndarray) -> RowSampling:
         """How the next token of each of these slots is drawn."""
@@ -102,9 +118,9 @@ class Slots:
     def remove(self, slot: int) -> int:
         """Free a slot by moving the last one into it; returns the slot that moved (the same one: nothing moved)."""
         last = self.count - 1
-        self.groups[slot].num_running -= 1
         self.groups[slot], self.names[slot] = self.groups[last], self.names[last]
-        del self.groups[last], self.names[last]
+        self.prompts[slot] = self.prompts[last]
+        del self.groups[last], self.names[last], self.prompts[last]
         if last != slot:
             used = slice(0, self.length[last])
             for array in (self.tokens, self.logprobs, self.versions):
