@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -178,3 +180,24 @@ class Environment:
             "spin": os.environ.get("GOMP_SPINCOUNT"),
             "folder": os.getcwd(),
         }
+
+
+class Parent:
+    """A loop that has started a process of its own."""
+
+    def __init__(self, context):
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+    def poll(self):
+        return False
+
+    def child_pid(self):
+        return self.child.pid
+
+
+class SlowStart(Bomb):
+    """A loop that takes its time to be built."""
+
+    def __init__(self, seconds, context):
+        time.sleep(seconds)
+        super().__init__(-1, context)

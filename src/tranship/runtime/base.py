@@ -46,7 +46,7 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, ref: Any, timeout_s: float) -> np.ndarray:
-        """The array behind `ref`, read-only. Raises RunError when its owner died or the limit passed."""
+        """The array behind `ref`, read-only. Raises RunError if it is lost (its owner died) or the limit passed."""
         ...
 
 

@@ -31,15 +31,15 @@ _CLOSE_S = 5.0
 _GRACE_S = 1.0
 
 
-def thread_environment(num_threads: int | None) -> dict[str, str]:
+def thread_environment(num_threads: int | None) -> dict[str, str | None]:
     """Environment variables that give numerical libraries their threads, and let idle threads sleep.
 
-    Threads that spin while they wait take the cores of the processes beside them.
+    Threads that spin while they wait take the cores of the processes beside them. Without a number, the libraries
+    decide as they would in the driver (Ray's own choice, one thread, is taken back).
     """
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-    if num_threads is not None:
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-        environment |= dict.fromkeys(names, str(num_threads))
+    environment: dict[str, str | None] = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+        environment[name] = os.environ.get(name) if num_threads is None else str(num_threads)
     return environment
 
 

@@ -31,9 +31,9 @@ _IDLE_S = 1.0
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a hosted process must be like before anything is loaded into it."""
+    """What a hosted process must be like before anything is loaded into it. environment: None takes a name out."""
 
-    environment: dict[str, str]
+    environment: dict[str, str | None]
     folder: str | None
     import_paths: tuple[str, ...]
 
@@ -103,7 +103,11 @@ def attempt(run: Callable[[], Any], name: str) -> Reply:
 
 def settle_in(surroundings: Surroundings) -> None:
     """Prepare this process: environment, folder, import paths; it dies with its parent, and ignores Ctrl-C."""
-    os.environ.update(surroundings.environment)
+    for name, value in surroundings.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     if surroundings.folder is not None and os.path.isdir(surroundings.folder):
         os.chdir(surroundings.folder)
     sys.path.extend(path for path in surroundings.import_paths if path not in sys.path)

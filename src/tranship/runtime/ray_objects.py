@@ -27,4 +27,4 @@ class RayObjects:
         except GetTimeoutError as error:
             raise RunError(f"a stored array did not arrive within {timeout_s:g} s") from error
         except RayError as error:
-            raise RunError(f"a stored array is lost, its owner died: {str(error).splitlines()[0]}") from error
+            raise RunError(f"a stored array is lost: {str(error).splitlines()[0]}") from error

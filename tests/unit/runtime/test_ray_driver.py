@@ -8,11 +8,14 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import ray
 
 from tranship.runtime import CallTimeout, ProcessDied, RuntimeOptions, start_runtime
+from tranship.runtime.device import num_cores
 from tranship.runtime.processes import descendants, is_running
-from tranship.types import RunError
+from tranship.types import RunError, UserError
 
 HOSTED = f"{Path(__file__).parents[2] / 'contract' / 'hosted_objects.py'}"
 LIMIT_S = 60.0
@@ -123,11 +126,61 @@ def test_a_service_that_dies_wakes_its_followers_with_an_error(processes):
     counter.stop()
 
 
-def test_a_process_has_the_threads_and_the_folder_that_it_was_given(processes):
-    handle = processes.start("facts", f"{HOSTED}:Environment", {}, kind="service", num_threads=2)
-    facts = handle.call("facts", timeout_s=LIMIT_S)
-    assert facts == {"threads": 2, "omp": "2", "spin": "0", "folder": os.getcwd()}
-    handle.stop()
+def test_a_process_has_the_threads_and_the_folder_that_it_was_given(processes, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    given = processes.start("given", f"{HOSTED}:Environment", {}, kind="service", num_threads=1)
+    free = processes.start("free", f"{HOSTED}:Environment", {}, kind="service")
+    facts = given.call("facts", timeout_s=LIMIT_S)
+    assert facts == {"threads": 1, "omp": "1", "spin": "0", "folder": os.getcwd()}
+    facts = free.call("facts", timeout_s=LIMIT_S)
+    assert facts == {"threads": num_cores(), "omp": None, "spin": "0", "folder": os.getcwd()}
+    given.stop()
+    free.stop()
+
+
+def test_what_a_hosted_process_starts_dies_with_it(processes):
+    parent = start(processes, "loop", "Parent")
+    child = parent.call("child_pid", timeout_s=LIMIT_S)
+    assert is_running(child)
+    os.kill(parent.pid, signal.SIGKILL)
+    with pytest.raises(ProcessDied):
+        poll_for(processes, 10)
+    deadline = time.monotonic() + 5
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(child)
+    parent.stop()
+
+
+def test_an_array_that_is_gone_is_an_error_not_a_wait(processes):
+    ref = processes.objects.put(np.ones(3_000_000, dtype=np.uint8))
+    assert processes.objects.get(ref, 20).sum() == 3_000_000
+    ray._private.internal_api.free([ref])
+    began = time.monotonic()
+    with pytest.raises(RunError, match="a stored array (is lost|did not arrive within 5 s)"):
+        processes.objects.get(ref, 5)
+    assert time.monotonic() - began < 10
+
+
+def test_calls_made_while_the_object_is_being_built_are_answered_after(processes):
+    slow = processes.start("slow", f"{HOSTED}:SlowStart", {"seconds": 2.0}, kind="loop")
+    pending = [slow.submit("greet"), slow.submit("greet")]
+    assert [call.result(LIMIT_S) for call in pending] == ["hello", "hello"]
+    slow.stop()
+    broken = processes.start("broken", f"{HOSTED}:Broken", {}, kind="loop")
+    with pytest.raises(UserError, match="give a folder"):
+        broken.call("greet", timeout_s=LIMIT_S)
+    broken.stop()
+
+
+def test_a_stop_waits_for_the_pass_but_not_for_ever(processes, tmp_path):
+    bomb = start(processes, "loop", "Bomb", fuse=-1)
+    bomb.submit("sleep", 600)
+    began = time.monotonic()
+    bomb.stop(timeout_s=0.5)
+    assert time.monotonic() - began < 8
+    assert not is_running(bomb.pid)
 
 
 DRIVER = """
