@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
+from ray._private.internal_api import free
 
 from tranship.runtime import CallTimeout, ProcessDied, RuntimeOptions, start_runtime
 from tranship.runtime.device import num_cores
@@ -156,9 +156,9 @@ def test_what_a_hosted_process_starts_dies_with_it(processes):
 def test_an_array_that_is_gone_is_an_error_not_a_wait(processes):
     ref = processes.objects.put(np.ones(3_000_000, dtype=np.uint8))
     assert processes.objects.get(ref, 20).sum() == 3_000_000
-    ray._private.internal_api.free([ref])
+    free([ref])
     began = time.monotonic()
-    with pytest.raises(RunError, match="a stored array (is lost|did not arrive within 5 s)"):
+    with pytest.raises(RunError, match=r"a stored array (is lost|did not arrive within 5 s)"):
         processes.objects.get(ref, 5)
     assert time.monotonic() - began < 10
 
