@@ -21,7 +21,7 @@ def make_config(spec: dict[str, Any]) -> Config:
     engine = "tranship.bench.drawn_lengths:DrawnLengthsEngine" if spec["lengths"] else "native"
     return Config.model_validate(
         {
-            "run": {"dir": str(Path(spec["folder"]) / "run"), "seed": spec["seed"], "export": True},
+            "run": {"dir": str(Path(spec["folder"]) / "run"), "seed": spec["seed"], "export": False},
             "model": {"path": spec["model"]},
             "data": {"train": {"source": spec["prompts"]}, "shuffle": False},
             "rollout": {
@@ -77,8 +77,10 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def weights_changed(before: Path, after: Path) -> bool:
-    """Whether the first tensor that both folders' model.safetensors have differs."""
+def weights_changed(before: Path, run_dir: Path) -> bool:
+    """Whether the first tensor of the run's last checkpoint differs from the one of the same name in a model folder."""
+    checkpoints = run_dir / "checkpoints"
+    after = checkpoints / (checkpoints / "latest").read_text().strip() / "model"
     with safe_open(before / "model.safetensors", "pt") as old, safe_open(after / "model.safetensors", "pt") as new:
         name = next(name for name in sorted(old.keys()) if name in set(new.keys()))
         return not bool((old.get_tensor(name).float() == new.get_tensor(name).float()).all())
@@ -94,7 +96,7 @@ def main(spec_file: str) -> None:
     report = {
         "first_step_at": steps[0]["ended_at"] - steps[0]["seconds"],
         "steps": steps,
-        "weights_changed": weights_changed(Path(spec["model"]), result.run_dir / "model"),
+        "weights_changed": weights_changed(Path(spec["model"]), result.run_dir),
         "versions": versions(),
     }
     Path(spec["report"]).write_text(json.dumps(report))

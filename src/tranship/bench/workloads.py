@@ -19,8 +19,8 @@ class Workload:
 
     model: a name of the catalog. drawn: False lets the model end its responses; True ignores the end of text and
     gives each response a length of its own, see `drawn_length`. counted_steps: timed steps of
-    one process, after one warm-up step. plain_rows, trl_rows: rows of one forward pass of those sides; both were
-    tried with several, and these are the fastest here.
+    one process, after one warm-up step. plain_rows, trl_rows: rows of one forward and backward pass of those sides
+    (TRL's default on W, with as many accumulation steps as the batch needs).
     """
 
     name: str
