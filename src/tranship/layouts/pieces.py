@@ -52,3 +52,16 @@ def intersect(a: Box, b: Box) -> Box | None:
     """What two boxes share; None if that is nothing."""
     shared = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
+
+
+def subtract(box: Box, cut: Box) -> list[Box]:
+    """Boxes that cover what is in `box` but not in `cut`, without overlap."""
+    shared = intersect(box, cut)
+    if shared is None:
+        return [box]
+    rest = []
+    for dim, ((start, stop), (low, high)) in enumerate(zip(box, shared, strict=True)):
+        for side in ((start, low), (high, stop)):
+            if side[0] < side[1]:
+                rest.append((*shared[:dim], side, *box[dim + 1 :]))
+    return rest
