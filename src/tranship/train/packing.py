@@ -29,8 +29,9 @@ class AttentionIndex:
     """How packed tokens lie in the padded prompts [G, P] and fed responses [N, R] that attention works on.
 
     gather: int64 [G*P + N*R], the packed token of each padded place (0 where padding). inverse: int64 [T], the padded
-    place of each packed token. group_of: int64 [N]. response_mask: bool [N, 1, R, P + R], what each fed response
-    token sees of its prompt and its own response. longest_row: tokens of the longest prompt + response.
+    place of each packed token. group_of: int64 [N]. prompt_bias: float32 [1, 1, P, P], response_bias: float32
+    [N, 1, R, P + R], 0 where a prompt token sees its prompt, and a fed response token its prompt and its own response;
+    -inf elsewhere. longest_row: tokens of the longest prompt + response.
     """
 
     num_prompts: int
@@ -40,7 +41,8 @@ class AttentionIndex:
     gather: torch.Tensor
     inverse: torch.Tensor
     group_of: torch.Tensor
-    response_mask: torch.Tensor
+    prompt_bias: torch.Tensor
+    response_bias: torch.Tensor
     longest_row: int
 
 
@@ -208,6 +210,11 @@ def _attention_index(
         gather=gather,
         inverse=inverse,
         group_of=group_of_device,
-        response_mask=response_mask[:, None],
+        prompt_bias=_bias(torch.ones(prompt_width, prompt_width, dtype=torch.bool, device=device).tril()[None, None]),
+        response_bias=_bias(response_mask[:, None]),
         longest_row=longest_row,
     )
+
+
+def _bias(sees: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, -torch.inf)

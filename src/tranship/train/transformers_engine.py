@@ -186,7 +186,8 @@ class TransformersEngine:
                     raise RunError(
                         f"the loss is {value}, not finite (samples among {ids[:8]}): this step changed no weight"
                     )
-                part.backward()
+                with torch.autocast(self._device.type, enabled=False):
+                    part.backward()
                 total += value
                 for name, (part_sum, weight) in metrics.items():
                     before = sums.get(name, (0.0, 0.0))
