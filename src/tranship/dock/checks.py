@@ -62,9 +62,10 @@ def groups_to_drop(group_ids: Sequence[int], by: Lease | None, table: GroupTable
     kept = [group_id for group_id in dict.fromkeys(group_ids) if by is None or group_id not in by.revoked]
     if group_ids and not kept:
         raise StaleLease(f"the groups {list(group_ids)[:4]} have left the dock")
+    covered = None if by is None else by.groups
     groups = []
     for group_id in kept:
-        group = table.get(group_id) if by is None else by.groups.get(group_id)
+        group = table.get(group_id) if covered is None else covered.get(group_id)
         if group is None:
             where = "it is not in the dock" if by is None else f"lease {by.id} does not cover it"
             raise StaleLease(f"group {group_id} cannot be dropped: {where}")

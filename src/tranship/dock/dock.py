@@ -155,6 +155,8 @@ class Dock:
         """
         self._expire()
         controller = self._flow.controller(stage, "group")
+        if max_groups < 1:
+            raise ValueError(f"{max_groups} groups were asked for")
         if stage == self._flow.batch_stage and "train" in kinds:
             raise ValueError(f"stage {stage!r} takes batches: use take_batch")
         self._flow.bound.check_sampler_version(version)
@@ -179,6 +181,8 @@ class Dock:
         """Up to max_rows rows that a stage can work on, of any groups; None if there are none."""
         self._expire()
         controller = self._flow.controller(stage, "row")
+        if max_rows < 1:
+            raise ValueError(f"{max_rows} rows were asked for")
         picked: list[Key] = []
         self._refused = False
         for kind in kinds:

@@ -64,7 +64,7 @@ class Warehouse:
         """A slab with room for a block of min_bytes, or None if there is none now.
 
         giving_up: the slab that the owner has filled and will not write to any more; if it has another one, that one
-        was its predecessor's, who may still be alive somewhere. DockFull if the block can never fit.
+        was its predecessor's, who may still be alive somewhere. DockFull if waiting cannot help.
         """
         nbytes = max(self._slab_bytes, PAYLOAD_AT + align(min_bytes))
         if nbytes > self._capacity:
@@ -184,6 +184,8 @@ class Warehouse:
         except OSError as error:
             path.unlink()
             self._refusal = f"{self._folder.path.parent} has no room for {slab.nbytes} bytes more ({error.strerror})"
+            if not self._slabs:
+                raise DockFull(f"{self._refusal}: free some, or lower dock.slab_bytes") from error
             return False
         finally:
             os.close(descriptor)

@@ -68,8 +68,6 @@ class Window:
 
     def may_start(self, group_id: int, old: int | None, new: int) -> bool:
         """Whether a group with deadline `old` (None: not started) may get the deadline `new`."""
-        if new < self.base:
-            return False
         if self.ordered:
             return group_id // self.batch <= new
         if old is not None and new >= old:

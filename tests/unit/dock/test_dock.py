@@ -397,6 +397,10 @@ def test_stages_are_asked_in_their_own_way(make_rig):
         rig.client.take("score", max_groups=1)
     with pytest.raises(ValueError, match="takes by group, not by row"):
         rig.client.take_rows("rollout", max_rows=1)
+    with pytest.raises(ValueError, match="0 groups were asked for"):
+        rig.client.take("rollout", max_groups=0)
+    with pytest.raises(ValueError, match="0 rows were asked for"):
+        rig.client.take_rows("score", max_rows=0)
     with pytest.raises(ValueError, match="a batch of 3 groups"):
         rig.client.take_batch("train", groups=3)
     rig.take_batch()

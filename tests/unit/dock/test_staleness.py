@@ -227,7 +227,7 @@ def test_a_sampler_that_is_behind_gets_as_many_as_can_still_be_trained_in_time(m
     assert [group.group_id for group in rig.start(9, version=1).groups] == [4, 5]
 
 
-def test_a_prompt_that_comes_back_unfinished_has_no_deadline(make_rig):
+def test_a_prompt_that_comes_back_unfinished_holds_nobody_back(make_rig):
     rig = make_rig(batch_groups=1, staleness=1)
     rig.admit(2)
     slow, quick = rig.start(), rig.start()
@@ -235,22 +235,24 @@ def test_a_prompt_that_comes_back_unfinished_has_no_deadline(make_rig):
     rig.score()
     assert rig.train() == [1]
     rig.admit(1)
-    rig.clock.now = 0.0
-    rig.client.release(slow.lease)
-    batch = rig.start(2, version=1)
-    assert [group.group_id for group in batch.groups] == [0, 2]
-    rig.generate(batch)
+    rig.generate(rig.start())
     rig.score()
-    assert [rig.train(), rig.train()] == [[0], [2]]
+    assert rig.take_batch() is None, "the batch of version 1 must wait for the group that began at version 0"
+    rig.client.release(slow.lease)
+    assert rig.train() == [2]
+    rig.generate(rig.start(version=2))
+    rig.score()
+    assert rig.train() == [0]
 
 
-def test_partial_rollouts_keep_the_version_of_their_oldest_token(make_rig):
+@pytest.mark.parametrize("said", [0, None])
+def test_partial_rollouts_keep_the_version_of_their_oldest_token(make_rig, said):
     """Half of a group was put at version 0; whoever does the rest at version 1 does not make it younger."""
     rig = make_rig(batch_groups=1, staleness=1)
     rig.admit(2)
     first, other = rig.start(), rig.start()
-    rig.client.put(first.ids[:1], {"response": [[1]], "reward": [1.0]}, first.lease, sampled_version=0)
-    rig.client.put(other.ids, {"response": [[1]] * 2, "reward": [1.0] * 2}, other.lease, sampled_version=0)
+    rig.client.put(first.ids[:1], {"response": [[1]], "reward": [1.0]}, first.lease, sampled_version=said)
+    rig.client.put(other.ids, {"response": [[1]] * 2, "reward": [1.0] * 2}, other.lease, sampled_version=said)
     rig.client.ack(other.lease)
     rig.client.release(first.lease)
     taken = rig.take_batch()
@@ -262,7 +264,7 @@ def test_partial_rollouts_keep_the_version_of_their_oldest_token(make_rig):
     rig.admit(1)
     newer = rig.start(version=1)
     rig.client.put(newer.ids, {"response": [[1]] * 2, "reward": [1.0] * 2}, newer.lease)
-    assert rig.take_batch() is None, "the batch of version 1 must wait for the group that began at version 0"
+    assert rig.take_batch() is None
     rig.client.put(again.ids, {"response": [[1]] * 2, "reward": [1.0] * 2}, again.lease)
     taken = rig.take_batch()
     assert (taken.window, taken.groups[0].oldest_version) == ((0,), 0)

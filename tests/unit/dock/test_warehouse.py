@@ -138,10 +138,15 @@ def test_a_machine_without_shared_memory_left_is_a_refusal_not_a_crash(tmp_path,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert warehouse.lease_slab("a", 100) is None
-    assert "has no room for 4096 bytes more (No space left on device)" in warehouse.use().refusal
+    with pytest.raises(DockFull, match=r"No space left on device\): free some, or lower dock\.slab_bytes"):
+        warehouse.lease_slab("a", 100)
     monkeypatch.undo()
     assert warehouse.lease_slab("a", 100) is not None
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert warehouse.lease_slab("b", 100) is None
+    assert "has no room for 4096 bytes more (No space left on device)" in warehouse.use().refusal
+    monkeypatch.undo()
+    assert warehouse.lease_slab("b", 100) is not None
     warehouse.close()
 
 
