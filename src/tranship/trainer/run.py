@@ -154,9 +154,9 @@ class _Run:
             try:
                 saved = coordinator.stop()
             except RunError as second:
-                error.add_note(f"the last step could not be saved either: {second}")
+                self._recorder.event("unsaved", {"reason": str(second)}, say=f"the last step is not saved: {second}")
         if saved is not None:
-            error.add_note(f"the last completed step is saved in {saved}: go on with run.resume=auto")
+            self._recorder.event("saved", {"folder": str(saved)}, say=f"saved {saved}: go on with --resume auto")
         self._summarise(None, "failed", reason=f"{type(error).__name__}: {error}")
 
     def _end(self, coordinator: Coordinator, dock: DockClient, status: Status) -> Result:
