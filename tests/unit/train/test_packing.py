@@ -1,0 +1,90 @@
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tranship.train.packing import Share, pack, rows_by_prompt, split_by_tokens, split_evenly
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def batches(draw):
+    """(prompts, group_of, responses, wanted) with distinct tokens, groups in any order, some empty."""
+    num_prompts = draw(st.integers(1, 4))
+    group_of = np.array(draw(st.lists(st.integers(0, num_prompts - 1), min_size=1, max_size=8)))
+    counter = iter(range(10_000))
+    prompts = [np.array([next(counter) for _ in range(draw(st.integers(1, 5)))]) for _ in range(num_prompts)]
+    responses = [
+        np.array([next(counter) for _ in range(draw(st.integers(0, 6)))], dtype=np.int32) for _ in range(len(group_of))
+    ]
+    wanted = [np.array(draw(st.lists(st.booleans(), min_size=len(r), max_size=len(r))), dtype=bool) for r in responses]
+    return prompts, group_of, responses, wanted
+
+
+@given(batches(), st.integers(1, 40))
+def test_microbatches_hold_each_row_once_and_keep_to_the_limit(batch, max_tokens):
+    prompts, group_of, responses, _ = batch
+    shares = rows_by_prompt(len(prompts), group_of)
+    runs = split_by_tokens(shares, [len(p) for p in prompts], [len(r) for r in responses], max_tokens)
+    seen = [(share.prompt, row) for run in runs for share in run for row in share.rows]
+    assert seen == sorted((int(group), row) for row, group in enumerate(group_of))
+    for run in runs:
+        size = sum(
+            len(prompts[share.prompt]) + sum(max(0, len(responses[row]) - 1) for row in share.rows) for share in run
+        )
+        assert size <= max_tokens or sum(len(share.rows) for share in run) == 1
+        assert len({share.prompt for share in run}) == len(run)
+
+
+@given(st.integers(0, 20), st.integers(1, 8))
+def test_an_even_split_keeps_order_and_loses_nothing(count, parts):
+    shares = [Share(i, (i,)) for i in range(count)]
+    runs = split_evenly(shares, parts)
+    assert [share for run in runs for share in run] == shares
+    assert len(runs) == min(count, parts)
+    sizes = [len(run) for run in runs]
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+@given(batches())
+def test_a_token_sees_its_own_past_and_nothing_else(batch):
+    prompts, group_of, responses, wanted = batch
+    packed = pack(rows_by_prompt(len(prompts), group_of), prompts, responses, wanted=wanted, device=CPU)
+    tokens = packed.token_ids[0]
+    index = packed.attention
+    places = tokens[index.gather]
+    prompt_places = places[: index.num_prompts * index.prompt_width].view(index.num_prompts, index.prompt_width)
+    own_places = places[index.num_prompts * index.prompt_width :].view(index.num_samples, index.response_width)
+    for sample, row in enumerate(packed.rows):
+        prompt, response = prompts[group_of[row]], responses[row]
+        for step in range(max(0, len(response) - 1)):
+            keys = torch.cat([prompt_places[index.group_of[sample]], own_places[sample]])
+            sees = index.response_bias[sample, 0, step] == 0
+            assert keys[sees].tolist() == [*prompt, *response[: step + 1]]
+    for group, prompt in enumerate(prompts[g] for g in sorted(set(group_of.tolist()))):
+        for step in range(len(prompt)):
+            sees = index.prompt_bias[0, 0, step] == 0
+            assert prompt_places[group][sees].tolist() == list(prompt[: step + 1])
+
+
+@given(batches())
+def test_each_wanted_token_is_predicted_from_the_token_before_it(batch):
+    prompts, group_of, responses, wanted = batch
+    packed = pack(rows_by_prompt(len(prompts), group_of), prompts, responses, wanted=wanted, device=CPU)
+    flat = torch.full((len(packed.rows) * packed.max_response,), -1)
+    flat[packed.slot] = packed.target
+    before = torch.full_like(flat, -1)
+    before[packed.slot] = packed.token_ids[0][packed.source]
+    position = torch.full_like(flat, -1)
+    position[packed.slot] = packed.position_ids[0][packed.source]
+    for sample, row in enumerate(packed.rows):
+        prompt, response = prompts[group_of[row]], responses[row]
+        for step in range(packed.max_response):
+            slot = sample * packed.max_response + step
+            if step < len(response) and wanted[row][step]:
+                assert flat[slot] == response[step]
+                assert before[slot] == (response[step - 1] if step else prompt[-1])
+                assert position[slot] == len(prompt) + step - 1
+            else:
+                assert flat[slot] == -1
