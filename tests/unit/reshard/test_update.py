@@ -160,13 +160,25 @@ def changed(announcement, refs=None, digests=None):
 
 
 def refused(ends, announcements, words):
-    """The pull is refused with these words, and the sink has no version until a good one arrives."""
+    """The pull is refused with these words, and the sink takes the next good version."""
     good = ends.source.publish(8, ends.put)
     with pytest.raises(RunError, match=words):
         ends.sink.pull(announcements, ends.get)
-    assert ends.sink.version in (None, 6)
     assert ends.sink.pull([good], ends.get) == 8
     assert ends.arrived()
+
+
+def test_a_refused_version_takes_the_old_one_with_it_but_a_refused_announcement_does_not(ends):
+    old = published(ends, 6)
+    ends.sink.pull([old], ends.get)
+    with pytest.raises(RunError, match="announced twice"):
+        ends.sink.pull([old, old], ends.get)
+    assert ends.sink.version == 6
+    new = published(ends, 7)
+    last = max(new.refs)
+    with pytest.raises(RunError, match="incomplete"):
+        ends.sink.pull([changed(new, refs={i: ref for i, ref in new.refs.items() if i != last})], ends.get)
+    assert ends.sink.version is None
 
 
 def test_every_flipped_byte_is_found(ends):
