@@ -237,6 +237,17 @@ def test_any_message_renews_a_lease(make_rig, client_of, message):
     rig.generate(batch)
 
 
+def test_a_renewed_lease_does_not_hide_an_older_one_that_is_over(make_rig):
+    rig = make_rig(batch_groups=2, lease_s=10)
+    rig.admit()
+    first, second = rig.start(), rig.start()
+    rig.clock.now = 8.0
+    rig.client.renew(first.lease)
+    rig.clock.now = 11.0
+    assert [lease.lease for lease in rig.dock.expire()] == [second.lease]
+    rig.generate(first)
+
+
 def test_a_late_message_counts_while_nobody_has_noticed(make_rig):
     rig = make_rig(batch_groups=1, lease_s=10)
     rig.make_ready()

@@ -71,7 +71,7 @@ def test_a_version_does_not_begin_while_a_group_was_due_before():
     st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=14),
 )
 def test_victims_are_enough_and_none_is_spared_that_is_older(batch, groups):
-    """Some groups of a feasible set are finished: after a batch of them, dropping the victims keeps the rest in time."""
+    """Some groups of a feasible set are finished: after a batch of them, without the victims, the rest is in time."""
     window = Window(batch, 4, ordered=False)
     unfinished = []
     for group_id, (deadline, is_done) in enumerate(groups):
