@@ -229,6 +229,7 @@ def driver(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_no_process(driver):
     process, _, everyone = driver
     process.kill()
@@ -239,6 +240,7 @@ def test_a_killed_driver_leaves_no_process(driver):
     assert not left, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_driver_alone_and_ends_everything(driver):
     process, hosted, everyone = driver
     os.killpg(process.pid, signal.SIGINT)
