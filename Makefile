@@ -1,7 +1,8 @@
 # make demo | test | check | bench | bench-env | clean; the environment is made on first use, in .venv.
 #
-# Another build of torch (CUDA, ROCm, CPU only):
-#   make demo TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+# Another build or release of torch (CUDA, ROCm, CPU only), in an environment that is not made yet (make clean):
+#   make demo TORCH_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#   make demo TORCH=torch==2.12.0
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,8 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tranship needs Python 3.11 or newer, not %s: make PYTHON=python3.12 ..." % sys.version.split()[0])'
 	@echo "Making the environment $(VENV): $(TORCH), then the rest of constraints.txt"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -c constraints.txt $(TORCH_ARGS) $(TORCH)
-	@$(PIP) -c constraints.txt -e '.[dev]'
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@$(PIP) -c $(VENV)/constraints.txt $(TORCH_ARGS) $(TORCH)
+	@$(PIP) -c $(VENV)/constraints.txt $(TORCH) -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)

@@ -106,7 +106,7 @@ def _message(error: ValidationError, values: Mapping[str, Any], name: str, origi
     place = f"override {override!r}" if override else name
     more = list(dict.fromkeys(other for other, _ in found[1:] if other and other != path))
     rest = f" (also wrong: {', '.join(more)})" if more else ""
-    return f"{place}: {text}{rest}"
+    return " ".join(f"{place}: {text}{rest}".splitlines())
 
 
 def _problems(error: ValidationError, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -69,7 +69,7 @@ def _near(path: str) -> list[str]:
         keys = [key for key in KEYS if key.rpartition(".")[2] == best]
         keys.sort(key=lambda key: (not key.startswith(f"{section}.") if section else False, key.count(".")))
         return keys[:1]
-    return difflib.get_close_matches(path, KEYS, n=1, cutoff=0.8)
+    return difflib.get_close_matches(path, LEAVES, n=1, cutoff=0.8)
 
 
 def _near_elsewhere(path: str) -> list[Name]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 from tranship.types import UserError
 
@@ -29,6 +31,13 @@ _SCALARS = (
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 -- the base class's own declaration
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node. Raises ComposerError for an alias: values that hold themselves have no place in a recipe."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise ComposerError(None, None, "aliases (*name) are not read: write the value again", mark)
+        return super().compose_node(parent, index)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """The mapping of a node. Raises ConstructorError for a key that comes twice or is not a string."""
         seen: dict[Any, int] = {}
@@ -36,11 +45,11 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(
+                raise ConstructorError(
                     None, None, f"the key {key!r} is not a string: put it in quotes", key_node.start_mark
                 )
             if key in seen:
-                raise yaml.constructor.ConstructorError(
+                raise ConstructorError(
                     None,
                     None,
                     f"the key {key!r} comes twice (first on line {seen[key]}): keep one",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tranship.config import load
+from tranship.config.keys import KEYS, LEAVES, is_free, is_nullable
 from tranship.config.load import dump, loads
 from tranship.config.schema import Config
 from tranship.config.yaml_text import read
@@ -233,6 +235,37 @@ def test_dump_gives_back_the_same_configuration(text: str, args: dict, rate: flo
     assert loads(read(dump(config), "dump")) == config
 
 
+def loaded_or_told(recipe: Any, overrides: list[str]) -> str:
+    """The message of the error, or nothing; any error but a UserError of one line fails the test."""
+    try:
+        loads(recipe, overrides)
+        message = ""
+    except UserError as error:
+        message = str(error)
+    assert "\n" not in message
+    return message
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=30), st.sampled_from([*KEYS, "rollout.n", "a.b", ""]))
+def test_no_override_whatever_its_text_ends_in_anything_but_one_line(text: str, key: str) -> None:
+    loaded_or_told(RECIPE, [text])
+    loaded_or_told(RECIPE, [f"{key}={text}"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(JSON, st.sampled_from(sorted(KEYS)))
+def test_no_value_at_any_key_ends_in_anything_but_one_line(value: Any, key: str) -> None:
+    recipe: Any = copy.deepcopy(RECIPE)
+    *sections, last = key.split(".")
+    at = recipe
+    for section in sections:
+        at = at.setdefault(section, {})
+    at[last] = value
+    message = loaded_or_told(recipe, [])
+    assert not message or message.startswith("recipe: ")
+
+
 def test_the_configuration_cannot_be_changed() -> None:
     config = loads(RECIPE)
     with pytest.raises(ValidationError):
@@ -241,8 +274,6 @@ def test_the_configuration_cannot_be_changed() -> None:
 
 def test_every_field_has_a_description_or_speaks_for_itself() -> None:
     """A free-form or nullable field says what it holds: its type cannot."""
-    from tranship.config.keys import KEYS, LEAVES, is_free, is_nullable
-
     silent = [key for key in LEAVES if (is_free(key) or is_nullable(key)) and not KEYS[key].description]
     assert silent == []
     assert set(LEAVES) < set(KEYS)

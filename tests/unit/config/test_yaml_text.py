@@ -60,3 +60,8 @@ def test_a_key_that_comes_twice_is_refused_at_any_depth() -> None:
 def test_deep_nesting_is_an_error_of_the_text() -> None:
     with pytest.raises(UserError, match="not valid YAML"):
         read("[" * 5000, "here")
+
+
+def test_a_value_that_holds_itself_is_refused() -> None:
+    with pytest.raises(UserError, match="aliases"):
+        read("a: &x [*x]", "here")
