@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +45,3 @@ def recipe(tiny_model: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         return values
 
     return make
-
-
-@pytest.fixture
-def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `tranship ...` in a process of its own."""
-
-    def run(
-        arguments: Sequence[str], *, cwd: Path, timeout_s: float = 120, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "tranship.cli", *arguments],
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-            timeout=timeout_s,
-            capture_output=True,
-            text=True,
-        )
-
-    return run

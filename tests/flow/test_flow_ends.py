@@ -33,7 +33,7 @@ def _write(tmp_path: Path, values: dict[str, Any]) -> Path:
 
 def _start(recipe: Path, **popen: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tranship.cli", "train", str(recipe)],
+        [str(Path(sys.executable).parent / "tranship"), "train", str(recipe)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
