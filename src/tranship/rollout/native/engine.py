@@ -7,7 +7,8 @@ prefilled once for its group, stored once, and read once for all samples of the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_TOKENS = 2048
 """Chunks are packed into one prefill until they have so many tokens (a longer chunk runs alone)."""
 PROBE_ROWS = 128
+
+
+@contextmanager
+def _exact_inference() -> Iterator[None]:
+    """No autograd, and fp32 products in full precision: numbers must not depend on what others set in this process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class NativeEngine:
@@ -102,7 +115,7 @@ class NativeEngine:
         if group.waiting:
             self._queue.append(group)
 
-    @torch.inference_mode()
+    @_exact_inference()
     def step(self) -> list[Response]:
         """See `RolloutEngine.step`. Raises RunError naming samples whose logits are not finite; they are dropped, and
         the next step goes on with the others (and returns what finished in this one)."""
@@ -150,7 +163,7 @@ class NativeEngine:
         assert not self._updating, "begin_update twice"
         self._updating = True
 
-    @torch.inference_mode()
+    @_exact_inference()
     def finish_update(self, policy_version: int) -> None:
         """See `RolloutEngine.finish_update`. The cache is computed again by the next step, not here."""
         assert self._updating, "finish_update without begin_update"
@@ -163,7 +176,7 @@ class NativeEngine:
         self._policy_version = policy_version
         self._updating = False
 
-    @torch.inference_mode()
+    @_exact_inference()
     def probe(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         self._need_weights()
         hidden, _ = self._model.prefill([Chunk(np.asarray(token_ids, np.int32))])

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from tranship.rollout.native.cache import KvTable
-from tranship.rollout.native.linear import Linear, make_linear
+from tranship.rollout.native.linear import Linear, can_pack, make_linear
 from tranship.rollout.native.shape import ModelShape
 from tranship.rollout.native.weights import Weights
 
@@ -57,14 +57,13 @@ class DecodeRows:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer, ready for its kernels."""
+    """One decoder layer, ready for its kernels. A norm's weight is None where the next matrix holds it."""
 
-    attn_norm: torch.Tensor
+    attn_norm: torch.Tensor | None
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qk_norm: torch.Tensor | None
     o: Linear
-    mlp_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     gate: Linear
     up: Linear
     down: Linear
@@ -81,6 +80,7 @@ class Model:
         turns = torch.polar(torch.full_like(angles, shape.rope_scale), angles)
         self._turns = turns.to(device)[:, None]
         self._scale = shape.head_dim**-0.5
+        self._eps = torch.full((1, 1), shape.norm_eps, device=device)
         self._layers: list[Layer] = []
 
     def free(self) -> None:
@@ -89,8 +89,9 @@ class Model:
         del self._embed, self._norm, self._head
 
     def prepare(self, weights: Weights) -> None:
-        """Pack the weights for the kernels; vectors and the embedding are read where they lie."""
-        self._embed, self._norm = weights["embed"], weights["norm"]
+        """Pack the weights for the kernels; the embedding and vectors are read where they lie."""
+        self._embed = weights["embed"]
+        self._norm = weights["norm"]
         self._head = make_linear(self._embed if self._shape.tied else weights["lm_head"])
         self._layers = [self._prepare_layer(weights, f"layers.{index}") for index in range(self._shape.num_layers)]
 
@@ -98,20 +99,33 @@ class Model:
         mlp = self._shape.mlp
         order = self._head_order()
         rows = self._row_order(order)
+        attn_norm, qkv = self._fold(weights[f"{own}.attn_norm"], weights[f"{own}.qkv"])
+        mlp_norm, gate_up = self._fold(weights[f"{own}.mlp_norm"], weights[f"{own}.gate_up"])
         qkv_bias, gate_up_bias = weights.get(f"{own}.qkv_bias"), weights.get(f"{own}.gate_up_bias")
-        q_norm, k_norm = weights.get(f"{own}.q_norm"), weights.get(f"{own}.k_norm")
-        gate_up = weights[f"{own}.gate_up"]
         return Layer(
-            attn_norm=weights[f"{own}.attn_norm"],
-            qkv=make_linear(weights[f"{own}.qkv"][rows], None if qkv_bias is None else qkv_bias[rows]),
-            q_norm=None if q_norm is None else q_norm[order],
-            k_norm=None if k_norm is None else k_norm[order],
+            attn_norm=attn_norm,
+            qkv=make_linear(qkv[rows], None if qkv_bias is None else qkv_bias[rows]),
+            qk_norm=self._head_norms(weights, own, order),
             o=make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias")),
-            mlp_norm=weights[f"{own}.mlp_norm"],
+            mlp_norm=mlp_norm,
             gate=make_linear(gate_up[:mlp], None if gate_up_bias is None else gate_up_bias[:mlp]),
             up=make_linear(gate_up[mlp:], None if gate_up_bias is None else gate_up_bias[mlp:]),
             down=make_linear(weights[f"{own}.down"], weights.get(f"{own}.down_bias")),
         )
+
+    def _fold(self, norm: torch.Tensor, weight_OI: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """A norm's weight and the matrix behind it: one matrix where that is exact enough (fp32) and copied anyway."""
+        if weight_OI.dtype != torch.float32 or not can_pack(weight_OI.dtype, self._device):
+            return norm, weight_OI
+        return None, weight_OI * norm
+
+    def _head_norms(self, weights: Weights, own: str, order: torch.Tensor) -> torch.Tensor | None:
+        """[Q + G, D]: the weights of the norms over each query and key head."""
+        q_norm, k_norm = weights.get(f"{own}.q_norm"), weights.get(f"{own}.k_norm")
+        if q_norm is None or k_norm is None:
+            return None
+        shape = self._shape
+        return torch.cat([q_norm[order].expand(shape.num_heads, -1), k_norm[order].expand(shape.num_kv_heads, -1)])
 
     def _head_order(self) -> torch.Tensor:
         """int64 [D]: element i of the first half, then element i of the second, and so on."""
@@ -184,7 +198,7 @@ class Model:
 
         The tables must have room for it.
         """
-        turns_N = self._turns[rows.prompt_length_N + rows.column_N]
+        turns_N = self._turns.index_select(0, rows.prompt_length_N + rows.column_N)
         scaled_N = turns_N * self._scale
         index = responses.append_index(rows.column_N)
         mask_N1T = self._decode_mask(rows, prompts.columns, responses.columns)
@@ -249,29 +263,25 @@ class Model:
     def _project(
         self, layer: Layer, x_NH: torch.Tensor, q_turns: torch.Tensor, k_turns: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turned and scaled queries [N, Q, D]; turned keys, then values [N, 2 G, D]."""
-        shape = self._shape
-        qkv_NX = layer.qkv(self._rms(x_NH, layer.attn_norm))
-        heads_NXD = qkv_NX.view(len(x_NH), -1, shape.head_dim)
-        q_NQD, kv_N2GD = heads_NXD[:, : shape.num_heads], heads_NXD[:, shape.num_heads :]
-        k_NGD = kv_N2GD[:, : shape.num_kv_heads]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_NQD, normed = self._rms(q_NQD, layer.q_norm), self._rms(k_NGD, layer.k_norm)
-        else:
-            normed = k_NGD
-        k_NGD.copy_(_turn(normed, k_turns))
-        return _turn(q_NQD, q_turns), kv_N2GD
+        """Turned and scaled queries [N, Q, D]; turned keys, then values [N, 2 G, D]. Turning is done in fp32."""
+        queries, keys = self._shape.num_heads, self._shape.num_heads + self._shape.num_kv_heads
+        heads_NXD = layer.qkv(self._rms(x_NH, layer.attn_norm)).view(len(x_NH), -1, self._shape.head_dim)
+        if layer.qk_norm is not None:
+            heads_NXD[:, :keys] = self._rms(heads_NXD[:, :keys], layer.qk_norm)
+        wide_NXD = heads_NXD.float()
+        pairs = torch.view_as_complex(wide_NXD.unflatten(-1, (-1, 2)))
+        q_NQD = torch.view_as_real(pairs[:, :queries] * q_turns).flatten(-2)
+        pairs[:, queries:keys].mul_(k_turns)
+        return q_NQD.to(x_NH.dtype), wide_NXD[:, queries:].to(x_NH.dtype)
 
     def _finish_layer(self, layer: Layer, x_NH: torch.Tensor, attended_NX: torch.Tensor) -> torch.Tensor:
         x_NH = layer.o.add(attended_NX, x_NH)
         normed_NH = self._rms(x_NH, layer.mlp_norm)
         return layer.down.add(layer.up.mul(normed_NH, layer.gate.silu(normed_NH)), x_NH)
 
-    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self._shape.norm_eps)
-
-
-def _turn(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Heads [N, *, D], pairs side by side, turned by complex [N, 1, D / 2]; computed in fp32."""
-    pairs = heads.float().unflatten(-1, (-1, 2))
-    return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2).to(heads.dtype)
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """x over its root mean square (last dim, in fp32), times the weight if it is not in a matrix already."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self._eps, size, size, value=1 / x.shape[-1]).rsqrt_()
+        out = torch.mul(x, scale, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        return out if weight is None else out.mul_(weight)

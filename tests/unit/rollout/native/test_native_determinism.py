@@ -98,6 +98,16 @@ def test_after_an_abort(lab, alone, with_partials):
     assert same(alone, lab.run(engine)) == 6
 
 
+def test_whatever_the_process_set_for_products(lab, alone):
+    torch.set_float32_matmul_precision("medium")
+    try:
+        engine = lab.engine(deterministic=True, max_running=9)
+        assert same(alone, lab.run(engine, *(target(lab, group) for group in range(3)))) == 9
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_history(lab, alone, data):
