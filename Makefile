@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
-PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tranship/peers
+PEERS ?= $(or $(TRANSHIP_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tranship)/peers
 TRL ?= trl==1.16.0
 
 BIN := $(VENV)/bin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -39,7 +40,8 @@ def _load_file(path: str, what: str) -> Any:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise UserError(f"{what}: there is no file {file}: give its path from here, or an absolute one")
-    name = f"_tranship_user_{abs(hash(str(file))):x}_{file.stem}"
+    # The same in every process, so that what the file defines can travel between them.
+    name = f"_tranship_user_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}_{file.stem}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

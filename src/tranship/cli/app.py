@@ -94,6 +94,9 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write every figure there.", show_default=False)
     ] = None,
+    workloads: Annotated[str, typer.Option(help="Only these: W,T.", show_default=False)] = "",
+    sides: Annotated[str, typer.Option(help="Only these: ours,plain_loop.", show_default=False)] = "",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Counted repeats of each side.", show_default=False)] = None,
 ) -> int:
     """Run one benchmark and print its table."""
     from tranship.bench import BENCHES
@@ -101,7 +104,8 @@ def bench(
 
     if name not in BENCHES:
         raise UserError(f"bench: {name!r} is not known; use one of: {', '.join(sorted(BENCHES))}")
-    return resolve(name, BENCHES, "bench")(quick=quick, json_file=json_file)
+    run = resolve(name, BENCHES, "bench")
+    return run(quick=quick, json_file=json_file, workloads=workloads, sides=sides, rounds=rounds)
 
 
 @app.callback(invoke_without_command=True)

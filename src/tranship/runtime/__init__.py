@@ -26,10 +26,15 @@ RUNTIMES: Mapping[str, str] = {
 }
 
 
-def start_runtime(name: str, options: RuntimeOptions | None = None) -> Runtime:
-    """A running runtime, an entry of RUNTIMES. Raises UserError if what it needs is missing."""
+def check_runtime(name: str) -> None:
+    """Raise UserError if the packages that a runtime needs are missing."""
     if name == "ray" and importlib.util.find_spec("ray") is None:
         raise UserError("placement.runtime=ray needs the ray extra: pip install 'tranship[ray]'")
+
+
+def start_runtime(name: str, options: RuntimeOptions | None = None) -> Runtime:
+    """A running runtime, an entry of RUNTIMES. Raises UserError if what it needs is missing."""
+    check_runtime(name)
     return resolve(name, RUNTIMES, "placement.runtime")(options or RuntimeOptions())
 
 
@@ -45,5 +50,6 @@ __all__ = [
     "Runtime",
     "RuntimeOptions",
     "ServiceProxy",
+    "check_runtime",
     "start_runtime",
 ]

@@ -12,6 +12,7 @@ import torch
 
 from tranship.config.schema import TrainConfig
 from tranship.layouts.pieces import Piece, full_box
+from tranship.train.allocator import keep_freed_memory
 from tranship.train.checkpoint import read_state, write_state
 from tranship.train.engine import LossFn, LossInputs, Totals
 from tranship.train.model_folder import export_model, load_model, response_logprobs
@@ -44,6 +45,8 @@ class TransformersEngine:
         self._device = torch.device(device)
         if deterministic:
             _check_deterministic(self._device, config.precision)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         torch.manual_seed(seed)
         self._config = config
         self._model_dir = model_dir

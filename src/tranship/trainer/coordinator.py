@@ -172,6 +172,7 @@ class Coordinator:
 
     def _end_validation(self, record: ValidationRecord) -> None:
         assert self._validation is not None
+        self._timings()  # What validation took is no part of the next step.
         self._recorder.validation(record)
         self._recorder.validation_samples(record.step, self._validation.samples())
         self._validation = None

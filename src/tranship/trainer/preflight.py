@@ -15,6 +15,7 @@ from tranship.models.folder import check as check_folder
 from tranship.models.tokenizer import load_tokenizer, template_system_prompt
 from tranship.observe import check_port, check_trackers
 from tranship.rewards import RewardPool
+from tranship.runtime import check_runtime
 from tranship.runtime.device import check_processes, num_cores, resolve_device
 from tranship.stages import check_table, stage_table
 from tranship.trainer.placement import WorkerPlan, place
@@ -23,6 +24,7 @@ from tranship.worker import WorkerSpec
 from tranship.worker.build import build_estimate
 
 _MAX_PROBE_TOKENS = 16
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ def preflight(config: Config) -> Report:
     table = stage_table(config.algorithm)
     check_table(table)
     workers = place(config.placement, table)
+    check_runtime(config.placement.runtime)
+    _check_shared_memory(config)
     num_threads = _threads(config, len(workers), device)
     _check_reward_workers(config)
     build_estimate(config.algorithm)
@@ -151,6 +155,19 @@ def _check_context(report: Report) -> None:
             f"prompt {longest.index} has {len(longest.token_ids)} tokens, and with rollout.max_response_tokens "
             f"{report.config.rollout.max_response_tokens} it needs {need}, but the model's context is "
             f"{report.model.context_length}: lower one of them, or set data.max_prompt_tokens and data.too_long=drop"
+        )
+
+
+def _check_shared_memory(config: Config) -> None:
+    """Each process that puts needs a slab, and the one that it fills next."""
+    if config.placement.runtime == "inline" or not _SHARED_MEMORY.is_dir():
+        return
+    need = 2 * config.dock.slab_bytes * (2 + config.placement.num_samplers)
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if free < need:
+        raise UserError(
+            f"{_SHARED_MEMORY} has {free >> 20} MiB free and the dock needs {need >> 20} MiB for its slabs: enlarge it "
+            f"(docker: --shm-size), or use a smaller dock.slab_bytes than {config.dock.slab_bytes}"
         )
 
 

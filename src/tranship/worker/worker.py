@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from tranship.algorithms.objective import make_loss
 from tranship.dock import Batch, DockClient
@@ -53,6 +54,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec, dock: ServiceProxy, context: Context) -> None:
         torch.set_num_threads(spec.num_threads)
+        disable_progress_bar()
         self._deterministic_before = torch.are_deterministic_algorithms_enabled()
         if spec.config.run.deterministic:
             torch.use_deterministic_algorithms(True)

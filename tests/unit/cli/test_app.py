@@ -209,12 +209,14 @@ def test_bench_calls_the_function_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "my_bench.py"
-    file.write_text("def main(quick, json_file):\n    print(quick, json_file)\n    return 3\n")
+    file.write_text(
+        "def main(quick, json_file, workloads, sides, rounds):\n    print(quick, json_file, workloads, sides, rounds)\n    return 3\n"
+    )
     fake = types.ModuleType("tranship.bench")
     fake.BENCHES = {"mine": f"{file}:main"}  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "tranship.bench", fake)
-    assert call("bench", "mine", "--quick", "--json", "out.json") == 3
-    assert capsys.readouterr().out == "True out.json\n"
+    assert call("bench", "mine", "--quick", "--json", "out.json", "--workloads", "W", "--rounds", "2") == 3
+    assert capsys.readouterr().out == "True out.json W  2\n"
 
 
 def test_the_console_script_is_installed_and_is_this_main() -> None:
