@@ -132,20 +132,24 @@ class _Repeat(torch.autograd.Function):
 def _attend_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attended [B, Q, H, D] of query [B, Q, H, D], key and value [B, S, K, D].
+    """Attended [B, Q, H, D] of query [B, Q, H, D], key and value [B, S, K, D]; the D of value may differ.
 
     bias: [B or 1, 1, Q, S], added to the scores.
     """
     heads = query.shape[2]
     if query.device.type == "cpu" and 4 * heads * query.shape[1] * key.shape[1] <= MAX_SCORE_BYTES:
         return _RowAttention.apply(query, key, value, bias, scale)
+    shared = heads // key.shape[2]
+    if query.device.type != "cpu":
+        # With a mask, the memory-saving kernels of accelerators take no shared heads.
+        key, value, shared = key.repeat_interleave(shared, dim=2), value.repeat_interleave(shared, dim=2), 1
     attended = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
         attn_mask=bias.to(query.dtype),
         scale=scale,
-        enable_gqa=heads != key.shape[2],
+        enable_gqa=shared > 1,
     )
     return attended.transpose(1, 2)
 
@@ -160,13 +164,13 @@ class _RowAttention(torch.autograd.Function):
         kv_heads = key.shape[2]
         with torch.autocast(query.device.type, enabled=False):
             q, k, v = (_by_kv_head(x, kv_heads) for x in (query, key, value))
-            attended = torch.empty_like(q)
+            attended = q.new_empty(*q.shape[:2], v.shape[2])
             for rows in _blocks(query, key):
                 pairs = slice(rows.start * kv_heads, rows.stop * kv_heads)
                 torch.bmm(_weights(q[pairs], k[pairs], bias, rows, scale), v[pairs], out=attended[pairs])
         ctx.save_for_backward(query, key, value, bias)
         ctx.scale = scale
-        return _from_kv_head(attended, query)
+        return _from_kv_head(attended, *query.shape[:3]).to(query.dtype)
 
     @staticmethod
     @once_differentiable
@@ -184,7 +188,13 @@ class _RowAttention(torch.autograd.Function):
             scores_grad.mul_(ctx.scale)
             torch.bmm(scores_grad, k[pairs], out=q_grad[pairs])
             torch.bmm(scores_grad.transpose(1, 2), q[pairs], out=k_grad[pairs])
-        return _from_kv_head(q_grad, query), _from_kv_head(k_grad, key), _from_kv_head(v_grad, value), None, None
+        return (
+            _from_kv_head(q_grad, *query.shape[:3]).to(query.dtype),
+            _from_kv_head(k_grad, *key.shape[:3]).to(key.dtype),
+            _from_kv_head(v_grad, *value.shape[:3]).to(value.dtype),
+            None,
+            None,
+        )
 
 
 def _by_kv_head(rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -194,12 +204,11 @@ def _by_kv_head(rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return grouped.reshape(batch * kv_heads, heads // kv_heads * length, size)
 
 
-def _from_kv_head(by_head: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of _by_kv_head, in the shape and dtype of `like`."""
-    batch, length, heads, size = like.shape
-    kv_heads = by_head.shape[0] // batch
+def _from_kv_head(by_head: torch.Tensor, batch: int, length: int, heads: int) -> torch.Tensor:
+    """The inverse of _by_kv_head: [B * K, Z * L, D] as [B, L, H, D]."""
+    kv_heads, size = by_head.shape[0] // batch, by_head.shape[2]
     rows = by_head.view(batch, kv_heads, heads // kv_heads, length, size).permute(0, 3, 1, 2, 4)
-    return rows.reshape(like.shape).to(like.dtype)
+    return rows.reshape(batch, length, heads, size)
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> list[slice]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -41,26 +44,38 @@ def load_model(model_dir: Path, device: torch.device, *, trust_remote_code: bool
     """
     if not (model_dir / "config.json").is_file():
         raise UserError(f"{model_dir} is no Hugging Face model folder: it has no config.json")
-    shows_progress = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-        )
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                model_dir,
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{model_dir} does not load as a causal language model: {first_line}") from error
-    finally:
-        if shows_progress:
-            logging.enable_progress_bar()
     model.to(device)  # pyright: ignore[reportArgumentType]
     model.eval()
     _check_packing(model, model_dir)
     return model
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep one activation per layer and compute the others again in the backward pass.
+
+    That needs training mode; dropout stays off in it, or trainer and sampler would disagree.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def response_logprobs(model: PreTrainedModel, packed: Pack, *, temperature: float, dtype: torch.dtype) -> torch.Tensor:
@@ -86,10 +101,13 @@ def response_logprobs(model: PreTrainedModel, packed: Pack, *, temperature: floa
 def export_model(model: PreTrainedModel, model_dir: Path, folder: Path) -> None:
     """Write weights and config of `model`, and copy what else model_dir holds for users of the model."""
     folder.mkdir(parents=True, exist_ok=True)
-    # The folder's own settings are copied below; transformers would refuse to write odd ones.
-    generation, model.generation_config = model.generation_config, GenerationConfig()
+    generation = model.generation_config
+    if (model_dir / "generation_config.json").is_file():
+        # It is copied below, as it is; transformers would refuse to write settings that contradict each other.
+        model.generation_config = GenerationConfig()
     try:
-        model.save_pretrained(folder)
+        with _no_progress_bars():
+            model.save_pretrained(folder)
     finally:
         model.generation_config = generation
     for pattern in COMPANIONS:
@@ -98,6 +116,18 @@ def export_model(model: PreTrainedModel, model_dir: Path, folder: Path) -> None:
                 shutil.copytree(source, folder / source.name, dirs_exist_ok=True)
             else:
                 shutil.copyfile(source, folder / source.name)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Inside, transformers draws no bars over the console; the process keeps its setting."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _check_packing(model: PreTrainedModel, model_dir: Path) -> None:
@@ -118,7 +148,7 @@ def _check_packing(model: PreTrainedModel, model_dir: Path) -> None:
         try:
             model.set_attn_implementation(ATTENTION)
             seen = response_logprobs(model, packed, temperature=1.0, dtype=torch.float32)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{model_dir} ({type(model).__name__}) does not run packed: {error}") from error
     gap = float((seen - torch.cat(plain)).abs().max())
     if not gap <= PROBE_TOLERANCE:

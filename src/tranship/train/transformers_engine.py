@@ -15,7 +15,7 @@ from tranship.layouts.pieces import Piece, full_box
 from tranship.train.allocator import keep_freed_memory
 from tranship.train.checkpoint import read_state, write_state
 from tranship.train.engine import LossFn, LossInputs, Totals
-from tranship.train.model_folder import export_model, load_model, response_logprobs
+from tranship.train.model_folder import checkpoint_activations, export_model, load_model, response_logprobs
 from tranship.train.optim import apply_gradients, learning_rate, make_optimizer
 from tranship.train.packing import Pack, Share, pack, rows_by_prompt, split_by_tokens, split_evenly
 from tranship.train.precision import products
@@ -56,9 +56,7 @@ class TransformersEngine:
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self._model = load_model(model_dir, self._device, trust_remote_code=trust_remote_code)
         if config.activation_checkpointing:
-            self._model.train()
-            _switch_off_dropout(self._model)
-            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_activations(self._model)
         self._parameters = dict(self._model.named_parameters())
         self._optimizer = make_optimizer(self._parameters, config.optimizer)
         self._batches = 0
@@ -238,12 +236,3 @@ def _check_deterministic(device: torch.device, precision: str) -> None:
         raise UserError(
             f"deterministic training needs a cpu, fp32 and 1 thread, not {device.type}, {precision} and {threads}"
         )
-
-
-def _switch_off_dropout(model: torch.nn.Module) -> None:
-    """Checkpointing needs training mode; dropout must stay off in it, or trainer and sampler would disagree."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010
