@@ -69,6 +69,16 @@ class Layer:
     down: Linear
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """All weights, ready for their kernels."""
+
+    embed: torch.Tensor
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor
+    head: Linear
+
+
 class Model:
     """Prepared weights and the passes over them. `prepare` must follow every change of the weights."""
 
@@ -81,19 +91,25 @@ class Model:
         self._turns = turns.to(device)[:, None]
         self._scale = shape.head_dim**-0.5
         self._eps = torch.full((1, 1), shape.norm_eps, device=device)
-        self._layers: list[Layer] = []
+        self._prepared: Prepared | None = None
 
     def free(self) -> None:
         """Drop the prepared weights."""
-        self._layers = []
-        del self._embed, self._norm, self._head
+        self._prepared = None
+
+    @property
+    def _ready(self) -> Prepared:
+        assert self._prepared is not None, "the weights are not prepared"
+        return self._prepared
 
     def prepare(self, weights: Weights) -> None:
         """Pack the weights for the kernels; the embedding and vectors are read where they lie."""
-        self._embed = weights["embed"]
-        self._norm = weights["norm"]
-        self._head = make_linear(self._embed if self._shape.tied else weights["lm_head"])
-        self._layers = [self._prepare_layer(weights, f"layers.{index}") for index in range(self._shape.num_layers)]
+        self._prepared = Prepared(
+            embed=weights["embed"],
+            layers=tuple(self._prepare_layer(weights, f"layers.{index}") for index in range(self._shape.num_layers)),
+            norm=weights["norm"],
+            head=make_linear(weights["embed" if self._shape.tied else "lm_head"]),
+        )
 
     def _prepare_layer(self, weights: Weights, own: str) -> Layer:
         mlp = self._shape.mlp
@@ -141,7 +157,7 @@ class Model:
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """[N, V] of final hidden states."""
-        return self._head(hidden_NH)
+        return self._ready.head(hidden_NH)
 
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run several chunks, packed one after the other; no token sees another chunk.
@@ -153,9 +169,9 @@ class Model:
         positions_N = torch.from_numpy(np.concatenate(positions))
         turns_N = self._turns[positions_N.to(self._device)]
         masks = [self._chunk_mask(chunk) for chunk in chunks]
-        x_NH = functional.embedding(tokens_N.to(self._device), self._embed)
+        x_NH = functional.embedding(tokens_N.to(self._device), self._ready.embed)
         kept = []
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._ready.layers):
             q_NQD, kv_N2GD = self._project(layer, x_NH, turns_N * self._scale, turns_N)
             kept.append(kv_N2GD)
             out = []
@@ -166,7 +182,7 @@ class Model:
                 out.append(self._attend_chunk(q_NQD[tokens], kv_N2GD[tokens], past, mask))
                 at = tokens.stop
             x_NH = self._finish_layer(layer, x_NH, torch.cat(out) if len(out) > 1 else out[0])
-        return self._rms(x_NH, self._norm), kept
+        return self._rms(x_NH, self._ready.norm), kept
 
     def _chunk_mask(self, chunk: Chunk) -> torch.Tensor | None:
         if chunk.past is None:
@@ -202,20 +218,20 @@ class Model:
         scaled_N = turns_N * self._scale
         index = responses.append_index(rows.column_N)
         mask_N1T = self._decode_mask(rows, prompts.columns, responses.columns)
-        x_NH = functional.embedding(rows.token_N, self._embed)
-        for number, layer in enumerate(self._layers):
+        x_NH = functional.embedding(rows.token_N, self._ready.embed)
+        for number, layer in enumerate(self._ready.layers):
             q_NQD, kv_N2GD = self._project(layer, x_NH, scaled_N, turns_N)
             responses.flat(number).index_put_((index,), kv_N2GD)
             shared, own = prompts.read(number, rows.num_prompts), responses.read(number, len(x_NH))
             x_NH = self._finish_layer(layer, x_NH, self._attend(q_NQD, shared, own, mask_N1T, rows))
-        return self._head(self._rms(x_NH, self._norm))
+        return self._ready.head(self._rms(x_NH, self._ready.norm))
 
     def _decode_mask(self, rows: DecodeRows, prompt_columns: int, response_columns: int) -> torch.Tensor:
         """[N, 1, P + T]: 0 for the row's own prompt and its response up to now, else -inf."""
         beyond = torch.arange(prompt_columns, device=self._device) >= rows.prompt_length_N[:, None]
         later = torch.arange(response_columns, device=self._device) > rows.column_N[:, None]
         hidden = torch.cat([beyond, later], 1)
-        mask = torch.zeros(hidden.shape, dtype=self._embed.dtype, device=self._device)
+        mask = torch.zeros(hidden.shape, dtype=self._ready.embed.dtype, device=self._device)
         return mask.masked_fill_(hidden, float("-inf"))[:, None]
 
     def _attend(

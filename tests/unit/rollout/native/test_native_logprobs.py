@@ -75,6 +75,8 @@ def test_temperature_is_in_the_logprobs(lab, temperature):
     folder, prompts = lab.folder(), {0: lab.prompt(5)}
     done = lab.run(lab.engine(folder), lab.group(0, prompts[0], temperature=temperature))
     assert gap(lab, folder, done, prompts, temperature) <= 1e-4
+    probed = lab.engine(folder).probe(prompts[0], temperature)
+    assert np.abs(probed - lab.reference(folder, prompts[0][:1], prompts[0][1:], temperature)).max() <= 1e-4
 
 
 def test_greedy_reports_temperature_one_and_takes_the_likeliest(lab):
@@ -83,6 +85,8 @@ def test_greedy_reports_temperature_one_and_takes_the_likeliest(lab):
     assert gap(lab, folder, done, prompts) <= 1e-4
     first, second = (done[SampleId(0, index)].token_ids for index in range(2))
     assert np.array_equal(first, second)
+    engine = lab.engine(folder)
+    assert np.array_equal(engine.probe(prompts[0], 0.0), engine.probe(prompts[0]))
 
 
 def test_cuts_do_not_change_the_reported_logprobs(lab):

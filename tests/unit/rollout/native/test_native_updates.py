@@ -140,6 +140,16 @@ def test_sleep_frees_and_wake_up_needs_an_update(lab):
         assert after[sample].policy_versions.tolist() == [4] * 24
 
 
+def test_sleep_before_the_first_weights_and_twice(lab):
+    folder = lab.folder()
+    engine = lab.engine(folder, load=False)
+    engine.sleep()
+    engine.sleep()
+    engine.wake_up()
+    load_folder(engine, folder, 0)
+    assert len(lab.run(engine, lab.group(0, lab.prompt(1)))) == 4
+
+
 def test_no_step_during_an_update_and_no_sleep_with_samples(lab):
     engine = lab.engine()
     engine.submit(lab.group(0, lab.prompt(1)))

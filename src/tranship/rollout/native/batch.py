@@ -1,0 +1,247 @@
+"""The running samples with their keys and values: what the engine prefills and decodes.
+
+A slot is a row of `Slots` (what the sample is) and the same row of the table of responses (what is cached of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tranship.rollout.native.cache import KvTable, PromptRow, Prompts
+from tranship.rollout.native.model import FIXED_COLUMNS, Chunk, DecodeRows, Model
+from tranship.rollout.native.requests import Group, PromptState, Sample
+from tranship.rollout.native.sampling import draw
+from tranship.rollout.native.shape import ModelShape
+from tranship.rollout.native.slots import Slots
+from tranship.types import Response, SampleId
+
+PREFILL_TOKENS = 2048
+"""Chunks are packed into one prefill until they have so many tokens (a longer chunk runs alone)."""
+
+
+class Batch:
+    """Samples in slots. In deterministic mode prompts are prefilled alone, not shared, and partial responses replayed
+    token by token, so that no product's shape depends on the neighbours or on the sample's own history."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        model: Model,
+        *,
+        num_slots: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool,
+    ) -> None:
+        step = FIXED_COLUMNS if deterministic else None
+        self._num_kv_heads = shape.num_kv_heads
+        self._model = model
+        self._device = device
+        self._deterministic = deterministic
+        self._prompts = Prompts(KvTable(shape, dtype, device, step))
+        self._responses = KvTable(shape, dtype, device, step)
+        self._sharing: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._broken: list[SampleId] = []
+        self.slots = Slots(num_slots, max_tokens)
+
+    @property
+    def num_free(self) -> int:
+        """Free slots."""
+        return self.slots.num_slots - self.slots.count
+
+    def free(self) -> None:
+        """Drop the cache (no sample may be running)."""
+        self._prompts.free()
+        self._responses.free()
+
+    def add(self, group: Group, sample: Sample) -> None:
+        """Give a sample a slot; its prompt is prefilled at the next `prefill`."""
+        self.slots.add(group, sample)
+
+    def abort(self, names: set[SampleId]) -> list[Response]:
+        """Stop those of the samples that run; returns what they have."""
+        stopped = []
+        for slot in reversed(range(self.slots.count)):
+            if self.slots.names[slot] in names:
+                stopped.append(self.slots.response(slot, "abort"))
+                self._release(slot)
+        return stopped
+
+    def forget_cache(self) -> None:
+        """Let every running sample compute its keys and values again."""
+        for slot in range(self.slots.count):
+            self._hold_prompt(slot, None)
+
+    def prefill(self, policy_version: int) -> np.ndarray:
+        """Compute the prompts and partial responses that running samples lack; returns the slots that got their
+        first token."""
+        slots = self.slots
+        lacking = np.array([slot for slot, prompt in enumerate(slots.prompts) if prompt is None], np.int64)
+        if not len(lacking):
+            return lacking
+        self._prefill_prompts([slots.groups[slot] for slot in lacking])
+        for slot in lacking:
+            prompt = slots.groups[slot].prompt
+            assert prompt is not None, "the prompt was not prefilled"
+            self._hold_prompt(int(slot), prompt.row)
+        fresh = self._draw_first(lacking[slots.length[lacking] == 0], policy_version)
+        partial = lacking[slots.length[lacking] > 1]
+        if len(partial) and not self._deterministic:
+            self._prefill_partials(partial)
+        for slot in lacking:
+            if not slots.groups[slot].waiting:
+                self.forget_prompt(slots.groups[slot])
+        return fresh
+
+    def _prefill_prompts(self, groups: Sequence[Group]) -> None:
+        """Fill in the prompt state of these groups where it is missing."""
+        missing = list({id(group): group for group in groups if group.prompt is None}.values())
+        limit = 1 if self._deterministic else PREFILL_TOKENS
+        for batch in _batches([len(group.prompt_ids) for group in missing], limit):
+            chosen = [missing[index] for index in batch]
+            hidden, kept = self._model.prefill([Chunk(group.prompt_ids) for group in chosen])
+            stops = np.cumsum([len(group.prompt_ids) for group in chosen])
+            logits = self._model.logits(hidden[self._tensor(stops - 1)])
+            for row, (group, stop) in enumerate(zip(chosen, stops, strict=True)):
+                tokens = slice(int(stop) - len(group.prompt_ids), int(stop))
+                stored = self._prompts.add([_by_head(layer[tokens]) for layer in kept])
+                group.prompt = PromptState(stored, logits[row])
+
+    def _hold_prompt(self, slot: int, row: PromptRow | None) -> None:
+        """Give a slot its prompt, or none, with nothing of its response in the cache.
+
+        In deterministic mode every slot has a copy of its own, so that no product's shape depends on how many share.
+        """
+        held = self.slots.prompts[slot]
+        if held is not None:
+            self._prompts.release(held)
+        if row is not None and self._deterministic:
+            row = self._prompts.add(self._prompts.read(row))
+        elif row is not None:
+            row.holders += 1
+        if row is not None:
+            self._responses.clear(slot)
+        self.slots.prompts[slot] = row
+        self.slots.cached[slot] = 0
+        self._sharing = None
+
+    def forget_prompt(self, group: Group) -> None:
+        """Drop a group's prefilled prompt; samples that run keep theirs."""
+        if group.prompt is not None:
+            self._prompts.release(group.prompt.row)
+            group.prompt = None
+            self._sharing = None
+
+    def _draw_first(self, rows: np.ndarray, policy_version: int) -> np.ndarray:
+        """Draw the first token of these slots from their prompts' logits; returns those that got one."""
+        if not len(rows):
+            return rows
+        slots = self.slots
+        prompts = [slots.groups[slot].prompt for slot in rows]
+        logits = torch.stack([prompt.logits for prompt in prompts if prompt is not None])
+        return self._append(rows, *draw(logits, slots.sampling(rows)), policy_version)
+
+    def _prefill_partials(self, rows: np.ndarray) -> None:
+        """Fill the cache of interrupted samples, up to the token before their last."""
+        slots = self.slots
+        sizes = slots.length[rows] - 1
+        self._responses.fit(slots.count, slots.num_slots, int(max(slots.length[: slots.count].max(), 1)))
+        for batch in _batches(sizes.tolist(), PREFILL_TOKENS):
+            chosen = [int(rows[index]) for index in batch]
+            chunks = []
+            for slot in chosen:
+                prompt = slots.prompts[slot]
+                assert prompt is not None, "the prompt was not prefilled"
+                tokens = slots.tokens[slot, : slots.length[slot] - 1]
+                chunks.append(Chunk(tokens, prompt.length, self._prompts.read(prompt)))
+            _, kept = self._model.prefill(chunks)
+            at = 0
+            for slot, chunk in zip(chosen, chunks, strict=True):
+                tokens = slice(at, at + len(chunk.token_ids))
+                for layer, kv in enumerate(kept):
+                    self._responses.write(layer, slot, _by_head(kv[tokens]))
+                slots.cached[slot] = len(chunk.token_ids)
+                at = tokens.stop
+
+    def decode(self, policy_version: int) -> np.ndarray:
+        """Run one token of every slot; returns the slots that got a new one (the others replay what they had)."""
+        slots = self.slots
+        rows = np.arange(slots.count)
+        if not len(rows):
+            return rows
+        self._responses.fit(slots.count, slots.num_slots, int(slots.cached[rows].max()) + 1)
+        logits = self._model.decode(self._decode_rows(rows), self._prompts.table, self._responses)
+        slots.cached[rows] += 1
+        grown = rows[slots.cached[rows] == slots.length[rows]]
+        if not len(grown):
+            return grown
+        if len(grown) < len(rows):
+            logits = logits[self._tensor(grown)]
+        return self._append(grown, *draw(logits, slots.sampling(grown)), policy_version)
+
+    def _decode_rows(self, rows: np.ndarray) -> DecodeRows:
+        slots = self.slots
+        if self._sharing is None:
+            to_prompt, to_row = slots.sharing(self._prompts.count, self._num_kv_heads)
+            self._sharing = self._tensor(to_prompt), self._tensor(to_row)
+        tokens = slots.tokens[rows, slots.cached[rows]].astype(np.int64)
+        return DecodeRows(
+            self._tensor(tokens),
+            self._tensor(slots.cached[rows]),
+            self._tensor(slots.prompt_length[rows]),
+            self._prompts.count,
+            *self._sharing,
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, policy_version: int) -> np.ndarray:
+        """Add one token to each of these slots; returns them without those that are broken (not finite)."""
+        good = np.isfinite(logprobs)
+        self._broken += [self.slots.names[slot] for slot in rows[~good]]
+        self.slots.append(rows[good], tokens[good], logprobs[good], policy_version)
+        return rows[good]
+
+    def drop_broken(self) -> list[SampleId]:
+        """Forget the samples whose logits were not finite; returns their names."""
+        broken, self._broken = self._broken, []
+        for name in broken:
+            self._release(self.slots.names.index(name))
+        return broken
+
+    def collect(self, rows: np.ndarray) -> list[Response]:
+        """The responses of those of these slots that have ended; their slots become free."""
+        finished = []
+        for slot in reversed(self.slots.ended(rows)):
+            finished.append(self.slots.response(slot, self.slots.reason(slot)))
+            self._release(int(slot))
+        return finished
+
+    def _release(self, slot: int) -> None:
+        self._hold_prompt(slot, None)
+        moved = self.slots.remove(slot)
+        if moved != slot and self._responses.rows:
+            self._responses.copy_row(moved, slot)
+
+
+def _by_head(kv_L2GD: torch.Tensor) -> torch.Tensor:
+    """[2, G, L, D] of keys and values that lie token by token."""
+    return kv_L2GD.unflatten(1, (2, -1)).permute(1, 2, 0, 3)
+
+
+def _batches(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices in order, cut so that the sizes of a batch add up to at most `limit` (one larger is alone)."""
+    batches: list[list[int]] = []
+    total = 0
+    for index, size in enumerate(sizes):
+        if not batches or total + size > limit:
+            batches.append([])
+            total = 0
+        batches[-1].append(index)
+        total += size
+    return batches
