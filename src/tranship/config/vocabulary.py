@@ -1,6 +1,7 @@
 """What other systems call our keys: one table, read by the error for unknown keys and by the page docs/names.md.
 
-The names were looked up in verl 0.9, TRL 1.16 with transformers 5, OpenRLHF 0.9 and MindSpeed RL 2.x.
+The names were looked up in verl 0.9, TRL 1.16 with transformers 5, the PPO command of OpenRLHF as of 2025 and the
+configuration classes and recipes of MindSpeed RL as of 2025; a few are from earlier releases of TRL.
 `make names` writes the page.
 """
 
@@ -289,8 +290,9 @@ def page() -> str:
         "# What other systems call it",
         "",
         "A name of another system in a recipe is refused, and the error names our key from this table. `make names`",
-        "writes this page from `src/tranship/config/vocabulary.py`. The names were looked up in verl 0.9, TRL 1.16",
-        "(with the arguments that it takes from transformers), OpenRLHF 0.9 and MindSpeed RL 2.x.",
+        "writes this page from `src/tranship/config/vocabulary.py`. The names were looked up in verl 0.9, TRL 1.16 with",
+        "transformers 5 (a few are from earlier releases), the PPO command of OpenRLHF and the configuration classes and",
+        "recipes of MindSpeed RL (both as of 2025).",
         "",
         "Units differ in one place above all: `train.batch_size` counts samples, which is prompts ×",
         "`rollout.group_size`.",
