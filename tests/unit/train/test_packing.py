@@ -53,19 +53,19 @@ def test_a_token_sees_its_own_past_and_nothing_else(batch):
     packed = pack(rows_by_prompt(len(prompts), group_of), prompts, responses, wanted=wanted, device=CPU)
     tokens = packed.token_ids[0]
     index = packed.attention
-    places = tokens[index.gather]
-    prompt_places = places[: index.num_prompts * index.prompt_width].view(index.num_prompts, index.prompt_width)
-    own_places = places[index.num_prompts * index.prompt_width :].view(index.num_samples, index.response_width)
-    for sample, row in enumerate(packed.rows):
-        prompt, response = prompts[group_of[row]], responses[row]
-        for step in range(max(0, len(response) - 1)):
-            keys = torch.cat([prompt_places[index.group_of[sample]], own_places[sample]])
-            sees = index.response_bias[sample, 0, step] == 0
-            assert keys[sees].tolist() == [*prompt, *response[: step + 1]]
-    for group, prompt in enumerate(prompts[g] for g in sorted(set(group_of.tolist()))):
-        for step in range(len(prompt)):
-            sees = index.prompt_bias[0, 0, step] == 0
-            assert prompt_places[group][sees].tolist() == list(prompt[: step + 1])
+    expected = {}
+    for row, response in enumerate(responses):
+        prompt = prompts[group_of[row]]
+        expected |= {token: [*prompt[: i + 1]] for i, token in enumerate(prompt)}
+        expected |= {token: [*prompt, *response[: i + 1]] for i, token in enumerate(response[:-1])}
+    seen = []
+    for block in index.blocks:
+        bias = block.bias[:, 0].expand(len(block.queries), -1, -1)
+        for row, keys in enumerate(tokens[block.keys]):
+            seen += [keys[bias[row, step] == 0].tolist() for step in range(block.queries.shape[1])]
+    assert len(seen) == index.num_places
+    for token, place in zip(tokens.tolist(), index.inverse.tolist(), strict=True):
+        assert seen[place] == expected[token]
 
 
 @given(batches())
