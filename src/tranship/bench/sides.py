@@ -76,7 +76,9 @@ def run_round(side: str, workload: Workload, folder: Path, *, seed: int) -> Roun
         "seed": seed,
         "reward_file": str(_HERE / "dense_reward.py"),
     }
-    child = run_child(_command(side.removesuffix("_bf16")), spec, folder, _LIMIT_S)
+    # What `tranship train` sets for itself; the others run as they come.
+    env = {"OMP_WAIT_POLICY": "PASSIVE"} if side.startswith("ours") else None
+    child = run_child(_command(side.removesuffix("_bf16")), spec, folder, _LIMIT_S, env)
     check_content(side, workload, child.values)
     shutil.rmtree(folder, ignore_errors=True)
     first_step_s = child.values["first_step_at"] - child.started_at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ def train(
     """Train as a recipe says."""
     settings = [*(overrides or ()), *([f"run.resume={resume.value}"] if resume else ())]
     config = load(recipe, settings)
+    _let_idle_threads_sleep()
     from tranship.trainer import preflight, run
 
     if dry_run:
@@ -119,6 +121,12 @@ def _root(
     if context.invoked_subcommand is None:
         _say(context.get_help())
         raise typer.Exit
+
+
+def _let_idle_threads_sleep() -> None:
+    """Read by OpenMP when torch is loaded. Threads that spin while they wait make a step several times slower as soon
+    as anything else wants one of the cores; on an idle machine sleeping costs little. Whoever set it keeps it."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
