@@ -18,7 +18,7 @@ from tranship.trainer.checkpoint import Cut, read_latest
 from tranship.trainer.coordinator import Coordinator
 from tranship.trainer.folder import RunFolder
 from tranship.trainer.preflight import Report, preflight
-from tranship.trainer.result import Result, Status
+from tranship.trainer.result import Result, Status, result_lines
 from tranship.trainer.resume import check_resumable
 from tranship.trainer.signals import StopRequest
 from tranship.types import RunError
@@ -163,6 +163,7 @@ class _Run:
         if status == "completed" and self._config.run.export:
             self._workers[0].call("export", str(self._run_dir / "model"), timeout_s=_COMMAND_S)
         summary = self._summarise(dock, status)
+        self._recorder.event("result", {}, say="\n".join(result_lines(self._run_dir, summary)))
         self._recorder.close(status)
         return Result(self._run_dir, status, summary)
 
