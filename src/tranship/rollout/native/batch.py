@@ -83,6 +83,7 @@ class Batch:
         lacking = np.array([slot for slot, prompt in enumerate(slots.prompts) if prompt is None], np.int64)
         if not len(lacking):
             return lacking
+        self._responses.fit(slots.count, slots.count, int(slots.length[: slots.count].max()) + 1)
         self._prefill_prompts([slots.groups[slot] for slot in lacking])
         for slot in lacking:
             prompt = slots.groups[slot].prompt
@@ -149,7 +150,6 @@ class Batch:
         """Fill the cache of interrupted samples, up to the token before their last."""
         slots = self.slots
         sizes = slots.length[rows] - 1
-        self._responses.fit(slots.count, slots.num_slots, int(max(slots.length[: slots.count].max(), 1)))
         for batch in _batches(sizes.tolist(), PREFILL_TOKENS):
             chosen = [int(rows[index]) for index in batch]
             chunks = []
@@ -173,7 +173,7 @@ class Batch:
         rows = np.arange(slots.count)
         if not len(rows):
             return rows
-        self._responses.fit(slots.count, slots.num_slots, int(slots.cached[rows].max()) + 1)
+        self._responses.fit(slots.count, slots.count, int(slots.cached[rows].max()) + 1)
         logits = self._model.decode(self._decode_rows(rows), self._prompts.table, self._responses)
         slots.cached[rows] += 1
         grown = rows[slots.cached[rows] == slots.length[rows]]
@@ -225,7 +225,7 @@ class Batch:
     def _release(self, slot: int) -> None:
         self._hold_prompt(slot, None)
         moved = self.slots.remove(slot)
-        if moved != slot and self._responses.rows:
+        if moved != slot:
             self._responses.copy_row(moved, slot)
 
 

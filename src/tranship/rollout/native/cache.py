@@ -5,6 +5,7 @@ Letters: S rows, G key heads, T columns (tokens), D head_dim; the leading 2 is k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,9 +25,11 @@ def num_columns(needed: int, fixed_step: int | None) -> int:
 
 
 class KvTable:
-    """For each layer a tensor [2, S, G, T, D], read whole in both S (up to a count) and T.
+    """For each layer a tensor [2, S, G, T, D], of which the first rows and the first `columns` columns are read.
 
     A row is cleared before it is used again: masked columns still take part in sums, so they must hold finite values.
+    In bf16 the columns that are read must be all that there are (other strides make the product's kernel copy its
+    operands), so the table is laid out anew whenever their number changes; in fp32 it keeps room to grow.
     """
 
     def __init__(
@@ -36,8 +39,11 @@ class KvTable:
         self._dtype = dtype
         self._device = device
         self._fixed_step = fixed_step
+        self._dense = dtype != torch.float32
+        self._memory: list[torch.Tensor] = []
+        self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._layers: list[torch.Tensor] = []
-        self.rows = 0
+        self._rows, self._room = 0, 0
         self.columns = 0
 
     @property
@@ -47,34 +53,56 @@ class KvTable:
 
     def free(self) -> None:
         """Drop everything."""
-        self._layers, self.rows, self.columns = [], 0, 0
+        self._memory, self._layers, self._rows, self._room, self.columns = [], [], 0, 0, 0
+        self._views.clear()
 
     def fit(self, used: int, rows: int, needed: int) -> None:
-        """Make room for `rows` rows and `needed` tokens, keeping the first `used` rows.
-
-        Columns also shrink, when half of them would do.
-        """
+        """Make room for `rows` rows and `needed` tokens, keeping the first `used` rows."""
         columns = num_columns(needed, self._fixed_step)
-        if self.columns // 2 < columns <= self.columns:
+        if self._dense and self.columns // 2 < columns <= self.columns:
             columns = self.columns
-        rows = max(rows, self.rows)
-        if (rows, columns) == (self.rows, self.columns):
-            return
-        kept = min(columns, self.columns)
-        size = (2, rows, self._shape.num_kv_heads, columns, self._shape.head_dim)
-        for index in range(self._shape.num_layers):
-            fresh = torch.zeros(size, dtype=self._dtype, device=self._device)
-            if not self.rows:
-                self._layers.append(fresh)
-                continue
-            fresh[:, :used, :, :kept] = self._layers[index][:, :used, :, :kept]
-            self._layers[index] = fresh
-        self.rows, self.columns = rows, columns
+        rows = self._rows if rows <= self._rows else max(8, 1 << (rows - 1).bit_length())
+        room = self._room
+        if self._dense or columns > room:
+            room = columns if self._dense else num_columns(columns * 3 // 2, self._fixed_step)
+        if columns != self.columns:
+            self._views.clear()
+        self.columns = columns
+        if (rows, room) != (self._rows, self._room):
+            self._lay_out(min(used, self._rows), rows, room)
 
-    def read(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [count x G, T, D] of rows 0..count-1, as views."""
-        both = self._layers[layer][:, :count].flatten(1, 2)
-        return both[0], both[1]
+    def _lay_out(self, used: int, rows: int, room: int) -> None:
+        """Change the table's size within its memory, or in more of it."""
+        size = (2, rows, self._shape.num_kv_heads, room, self._shape.head_dim)
+        kept = min(room, self._room)
+        layers = []
+        for index in range(self._shape.num_layers):
+            content = self._layers[index][:, :used, :, :kept].clone() if used else None
+            layer = self._claim(index, math.prod(size)).view(size)
+            if content is not None:
+                layer[:, :used, :, :kept] = content
+                layer[:, :used, :, kept:] = 0
+            layers.append(layer)
+        self._layers, self._rows, self._room = layers, rows, room
+        self._views.clear()
+
+    def _claim(self, index: int, count: int) -> torch.Tensor:
+        """The first `count` elements of a layer's memory; a larger one with half as much again if they exceed it."""
+        if index == len(self._memory):
+            self._memory.append(torch.empty(0, dtype=self._dtype, device=self._device))
+        if count > len(self._memory[index]):
+            self._memory[index] = torch.empty(count * 3 // 2, dtype=self._dtype, device=self._device)
+        return self._memory[index][:count]
+
+    def read(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each layer the keys [count x G, D, T] and values [count x G, T, D] of rows 0..count-1, as views.
+
+        They are made once for a count and a size: making views costs as much as small kernels do.
+        """
+        if count not in self._views:
+            both = [layer[:, :count, :, : self.columns].flatten(1, 2) for layer in self._layers]
+            self._views[count] = [(keys.transpose(1, 2), values) for keys, values in both]
+        return self._views[count]
 
     def row(self, layer: int, row: int, columns: int) -> torch.Tensor:
         """[2, G, columns, D] of one row, as a view."""
@@ -88,9 +116,9 @@ class KvTable:
         """int64 [N, 2 G]: the rows of `flat` where rows 0..N-1 keep the token of these columns."""
         heads = self._shape.num_kv_heads
         row_N = torch.arange(len(columns_N), device=self._device)
-        side_2 = torch.arange(2, device=self._device) * self.rows
+        side_2 = torch.arange(2, device=self._device) * self._rows
         row = (side_2[None, :, None] + row_N[:, None, None]) * heads + torch.arange(heads, device=self._device)
-        return (row * self.columns + columns_N[:, None, None]).flatten(1)
+        return (row * self._room + columns_N[:, None, None]).flatten(1)
 
     def flat(self, layer: int) -> torch.Tensor:
         """The layer's tensor as [2 S G T, D]."""
@@ -133,7 +161,7 @@ class Prompts:
         row = PromptRow(len(self._rows), kv_layers[0].shape[2])
         used = len(self._rows)
         longest = max([row.length, *(other.length for other in self._rows)])
-        self.table.fit(used, used + 1 if used < self.table.rows else max(8, used * 2), longest)
+        self.table.fit(used, used + 1, longest)
         self.table.clear(row.index)
         for layer, kv in enumerate(kv_layers):
             self.table.write(layer, row.index, kv)

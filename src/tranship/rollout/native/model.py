@@ -219,11 +219,11 @@ class Model:
         index = responses.append_index(rows.column_N)
         mask_N1T = self._decode_mask(rows, prompts.columns, responses.columns)
         x_NH = functional.embedding(rows.token_N, self._ready.embed)
+        shared, own = prompts.read(rows.num_prompts), responses.read(len(rows.token_N))
         for number, layer in enumerate(self._ready.layers):
             q_NQD, kv_N2GD = self._project(layer, x_NH, scaled_N, turns_N)
             responses.flat(number).index_put_((index,), kv_N2GD)
-            shared, own = prompts.read(number, rows.num_prompts), responses.read(number, len(x_NH))
-            x_NH = self._finish_layer(layer, x_NH, self._attend(q_NQD, shared, own, mask_N1T, rows))
+            x_NH = self._finish_layer(layer, x_NH, self._attend(q_NQD, shared[number], own[number], mask_N1T, rows))
         return self._ready.head(self._rms(x_NH, self._ready.norm))
 
     def _decode_mask(self, rows: DecodeRows, prompt_columns: int, response_columns: int) -> torch.Tensor:
@@ -245,10 +245,10 @@ class Model:
         """Each row's attention over its prompt and its response [N, Q D].
 
         A prompt is read once for all rows that share it: their queries are gathered below each other. prompts: keys
-        and values [num_prompts G, P, D]; responses: [N G, T, D].
+        [num_prompts G, D, P] and values [num_prompts G, P, D]; responses: [N G, D, T] and [N G, T, D].
         """
-        count, repeat, dim = len(q_NQD), self._shape.heads_per_kv, self._shape.head_dim
-        blocks, columns = len(prompts[0]), prompts[0].shape[1]
+        count, repeat, dim = q_NQD.shape[0], self._shape.heads_per_kv, self._shape.head_dim
+        blocks, _, columns = prompts[0].shape
         q = q_NQD.reshape(-1, repeat * dim)
         q_shared = q.index_select(0, rows.to_prompt).view(blocks, -1, dim)
         shared = self._scores(q_shared, prompts[0]).view(-1, repeat * columns)
@@ -262,16 +262,16 @@ class Model:
         return self._weigh(out, probs[..., columns:], responses[1]).view(count, -1)
 
     def _scores(self, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Batched q [., M, D] times keys [., T, D], transposed."""
-        keys = keys.transpose(1, 2)
+        """Batched q [., M, D] times keys [., D, T]."""
         if not self._fixed_columns:
             return torch.bmm(q, keys)
         return torch.cat([torch.bmm(q, block) for block in keys.split(FIXED_COLUMNS, 2)], 2)
 
     def _weigh(self, start: torch.Tensor | None, probs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Batched probs [., M, T] times values [., T, D], added to `start`."""
-        step = FIXED_COLUMNS if self._fixed_columns else values.shape[1]
-        for part, block in zip(probs.split(step, 2), values.split(step, 1), strict=True):
+        """Batched probs [., M, T] times values [., T, D], added to `start` in place."""
+        if not self._fixed_columns:
+            return torch.bmm(probs, values) if start is None else start.baddbmm_(probs, values)
+        for part, block in zip(probs.split(FIXED_COLUMNS, 2), values.split(FIXED_COLUMNS, 1), strict=True):
             start = torch.bmm(part, block) if start is None else start.baddbmm_(part, block)
         assert start is not None, "no columns"
         return start
@@ -281,7 +281,7 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Turned and scaled queries [N, Q, D]; turned keys, then values [N, 2 G, D]. Turning is done in fp32."""
         queries, keys = self._shape.num_heads, self._shape.num_heads + self._shape.num_kv_heads
-        heads_NXD = layer.qkv(self._rms(x_NH, layer.attn_norm)).view(len(x_NH), -1, self._shape.head_dim)
+        heads_NXD = layer.qkv(self._rms(x_NH, layer.attn_norm)).view(x_NH.shape[0], -1, self._shape.head_dim)
         if layer.qk_norm is not None:
             heads_NXD[:, :keys] = self._rms(heads_NXD[:, :keys], layer.qk_norm)
         wide_NXD = heads_NXD.float()
