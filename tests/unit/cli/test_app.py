@@ -209,9 +209,8 @@ def test_bench_calls_the_function_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "my_bench.py"
-    file.write_text(
-        "def main(quick, json_file, workloads, sides, rounds):\n    print(quick, json_file, workloads, sides, rounds)\n    return 3\n"
-    )
+    arguments = "quick, json_file, workloads, sides, rounds"
+    file.write_text(f"def main({arguments}):\n    print({arguments})\n    return 3\n")
     fake = types.ModuleType("tranship.bench")
     fake.BENCHES = {"mine": f"{file}:main"}  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "tranship.bench", fake)
