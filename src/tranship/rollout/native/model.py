@@ -103,7 +103,11 @@ class Model:
         return self._prepared
 
     def prepare(self, weights: Weights) -> None:
-        """Pack the weights for the kernels; the embedding and vectors are read where they lie."""
+        """Pack the weights for the kernels; the embedding and vectors are read where they lie.
+
+        What was packed before goes first: two packed copies at a time would be the engine's peak.
+        """
+        self.free()
         self._prepared = Prepared(
             embed=weights["embed"],
             layers=tuple(self._prepare_layer(weights, f"layers.{index}") for index in range(self._shape.num_layers)),
