@@ -27,4 +27,5 @@ class DrawnLengthsEngine(NativeEngine):
 
     def __init__(self, model_dir: Path, **settings: Any) -> None:
         super().__init__(model_dir, **settings)
-        self._slots = DrawnSlots(self._slots.num_slots, self._max_tokens)
+        slots = self._batch.slots
+        self._batch.slots = DrawnSlots(slots.num_slots, slots.tokens.shape[1])
