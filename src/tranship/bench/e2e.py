@@ -48,11 +48,11 @@ Rounds = Mapping[str, Sequence[Round]]
 def main(quick: bool, json_file: Path | None, workloads: str = "", sides: str = "", rounds: int | None = None) -> int:
     """Run the benchmark, print its tables, write json_file; returns 0.
 
-    workloads: some of W,T,L (empty: all; W,T with quick). sides: some of SIDES (empty: all; ours,plain_loop with
+    workloads: some of W,T,L (empty: all; T with quick). sides: some of SIDES (empty: all; ours,plain_loop with
     quick). rounds: None for 5, or 2 with quick, whose workloads are smaller, so that it ends in a minute.
     """
     table = QUICK if quick else WORKLOADS
-    names = _chosen(workloads or ("W,T" if quick else "W,T,L"), tuple(WORKLOADS), "workloads")
+    names = _chosen(workloads or ("T" if quick else "W,T,L"), tuple(WORKLOADS), "workloads")
     chosen = _chosen(sides or ("ours,plain_loop" if quick else ",".join(SIDES)), SIDES, "sides")
     num_rounds = rounds or (2 if quick else 5)
     terminal = Console()
