@@ -57,11 +57,24 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """A response that a data source brings. token_ids int32 [T]; mask bool [T], True where it is to be learned."""
+
+    token_ids: np.ndarray
+    mask: np.ndarray
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.mask), (len(self.token_ids), len(self.mask))
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt of a data source, tokenised.
 
     token_ids: int32 [P], with the chat template applied. text: a view of it for people. extra_info: the row's
-    own dictionary (JSON values). ground_truth: whatever the reward needs (JSON value).
+    own dictionary (JSON values). ground_truth: whatever the reward needs (JSON value). recorded: responses that the
+    row brings (a demonstration; chosen and rejected). messages: the conversation as the template got it (none for a
+    plain prompt). tools: JSON schemas that the template was given.
     """
 
     index: int
@@ -71,6 +84,9 @@ class Prompt:
     ground_truth: Any = None
     ability: str = ""
     extra_info: dict[str, Any] = field(default_factory=dict)
+    recorded: tuple[Recorded, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass
@@ -97,7 +113,8 @@ class Response:
 class Score:
     """A sample's reward: scored (a finite value), masked (no gradient wanted), or invalid with a reason.
 
-    An invalid sample has no gradient and enters no mean; it never becomes a reward of 0.
+    An invalid sample has no gradient and enters no mean; it never becomes a reward of 0. raw: the value before any
+    shaping (length, overlong); None: there was none, raw is value. Whether a group has a signal is decided on raw.
     extra: further numbers that the reward function returned (its dict, less "score").
     """
 
@@ -105,6 +122,7 @@ class Score:
     value: float | None = None
     reason: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    raw: float | None = None
 
     def __post_init__(self) -> None:
         assert (self.value is not None) == (self.status == "scored"), f"{self.status} with value {self.value}"
@@ -120,6 +138,7 @@ class TrainBatch:
     token or it must not be trained on. logprobs: N arrays float32 [T_n], of the sampler. advantages: N arrays
     float32 [T_n]. ref_logprobs, proximal_logprobs: N arrays float32 [T_n] or None. on_policy: N arrays bool [T_n] or
     None, True where the token was sampled by the version that is being trained (the log-prob gap is measured there).
+    values, returns: N arrays float32 [T_n] or None, of the critic when the batch was scored, and what it should learn.
     """
 
     samples: list[SampleId]
@@ -132,6 +151,8 @@ class TrainBatch:
     ref_logprobs: list[np.ndarray] | None = None
     proximal_logprobs: list[np.ndarray] | None = None
     on_policy: list[np.ndarray] | None = None
+    values: list[np.ndarray] | None = None
+    returns: list[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.samples)

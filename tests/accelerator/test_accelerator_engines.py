@@ -15,7 +15,7 @@ from tranship.algorithms.objective import make_loss
 from tranship.config.schema import AlgorithmConfig, OptimizerConfig, TrainConfig
 from tranship.rollout import GroupRequest
 from tranship.rollout.native.engine import NativeEngine
-from tranship.train import transformers_engine
+from tranship.train import packed_steps
 from tranship.train.transformers_engine import TransformersEngine
 from tranship.types import Response, SampleId, Sampling, TrainBatch, sample_seed
 
@@ -104,13 +104,13 @@ Gradients = dict[str, torch.Tensor]
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Gradients]:
     """The gradients of each optimizer step, on the CPU, as they were before clipping."""
     steps: list[Gradients] = []
-    apply: Callable[..., float] = transformers_engine.apply_gradients
+    apply: Callable[..., float] = packed_steps.apply_gradients
 
     def spy(optimizer: object, parameters: dict[str, torch.nn.Parameter], **settings: object) -> float:
         steps.append({name: p.grad.cpu().clone() for name, p in parameters.items() if p.grad is not None})
         return apply(optimizer, parameters, **settings)
 
-    monkeypatch.setattr(transformers_engine, "apply_gradients", spy)
+    monkeypatch.setattr(packed_steps, "apply_gradients", spy)
     return steps
 
 

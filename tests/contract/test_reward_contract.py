@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tranship.lookup import resolve
-from tranship.rewards import REWARDS, RewardPool
+from tranship.rewards import REWARDS, RewardPool, RewardRequest, Term
+from tranship.rewards.calls import load
+from tranship.rewards.request import BY_NAME, POSITIONAL
 from tranship.rewards.scoring import to_score
 from tranship.types import Score
 
@@ -23,37 +25,72 @@ TEXTS = [
     "",
     r"\boxed{42}",
     "\ud800 é 72",
+    "<think>a</think><answer>18</answer>",
+    "```python\nanswer = 42\n```",
 ]
-ROWS = [("gsm8k", text, gold, {"index": 1}) for gold in GOLDS for text in TEXTS]
+ANSWERS = [RewardRequest("gsm8k", text, gold, {"index": 1}, num_tokens=50) for gold in GOLDS for text in TEXTS]
+ENTRY = {"question": "40 + 2", "answer": "18", "metadata": {"source_dataset": "chain_sum"}}
+# What a built-in needs of a row beyond an answer that is a number.
+ROWS = {
+    "run_code": [RewardRequest("s", text, ["assert answer == 42"]) for text in (TEXTS[-1], "no code")],
+    "reasoning_gym": [RewardRequest("s", text, "18", {"entry": ENTRY}) for text in TEXTS],
+    "length_penalty": [
+        RewardRequest("s", "", num_tokens=tokens, max_response_tokens=100) for tokens in (0, 50, 100, 150)
+    ],
+    "cosine_length": [
+        RewardRequest("s", text, "42", num_tokens=50, max_response_tokens=100, finish_reason=reason)
+        for text in TEXTS[:3]
+        for reason in ("stop", "length")
+    ],
+}
+
+
+def rows(name: str) -> list[RewardRequest]:
+    return ROWS.get(name, ANSWERS)
 
 
 def direct(name: str) -> list[Score]:
-    function = resolve(name, REWARDS, "reward.function")
-    return [to_score(function(*row)) for row in ROWS]
+    call = load(name, {})
+    return [to_score(call.run(request.to_row())) for request in rows(name)]
 
 
 def pooled(name: str) -> list[Score]:
-    with RewardPool(name, {}, 2, 10.0) as pool:
-        return pool.score_all(ROWS)
+    with RewardPool([Term(name, name)], 2, 20.0) as pool:
+        return pool.score_all(rows(name))
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_the_same_answers_in_a_thread_a_process_and_a_process_of_another_process(name: str):
+def test_the_same_answers_in_a_thread_and_a_process(name: str):
     expected = direct(name)
-    assert {score.value for score in expected} == {0.0, 1.0}
+    assert len({score.value for score in expected}) >= 2
+    assert None not in {score.value for score in expected}
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(direct, name).result() == expected
     assert pooled(name) == expected
+
+
+def test_the_same_answers_in_a_process_of_another_process():
     with multiprocessing.get_context("spawn").Pool(1) as remote:
-        assert remote.apply(pooled, (name,)) == expected
+        for name in ("exact_integer", "hash_answer", "boxed"):
+            assert remote.apply(pooled, (name,)) == direct(name)
 
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_the_signature_is_that_of_verl(name: str):
     function = resolve(name, REWARDS, "reward.function")
-    names = list(inspect.signature(function).parameters)
-    assert names[:4] == ["data_source", "solution_str", "ground_truth", "extra_info"]
-    result = function(data_source="s", solution_str="1", ground_truth="1")
-    assert 0 <= result["score"] <= 1
-    assert result["well_formed"] in (0, 1)
+    call = function.__call__ if inspect.isclass(function) else function
+    names = [key for key in inspect.signature(call).parameters if key != "self"]
+    assert tuple(names[:4]) == POSITIONAL
+    own = inspect.signature(call).parameters
+    by_name = [key for key in names[4:] if own[key].kind is inspect.Parameter.KEYWORD_ONLY]
+    assert set(by_name) <= set(BY_NAME)
+    result = load(name, {}).run(rows(name)[0].to_row())
     json.dumps(result)
+    assert to_score(result).status == "scored"
+
+
+@pytest.mark.parametrize("name", ["exact_integer", "hash_answer", "boxed", "math_verify", "format_tags"])
+def test_verifiers_score_0_or_1_and_say_whether_an_answer_was_there(name: str):
+    for score in direct(name):
+        assert score.value in (0.0, 1.0)
+        assert score.extra["well_formed"] in (0.0, 1.0)

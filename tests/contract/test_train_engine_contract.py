@@ -1,4 +1,4 @@
-"""What every training engine of the table promises, whatever it is made of."""
+"""What every training engine and every critic of the tables promise, whatever they are made of."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tranship.algorithms.objective import make_loss
-from tranship.config.schema import AlgorithmConfig, OptimizerConfig, TrainConfig
+from tranship.config.schema import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainConfig
 from tranship.layouts.pieces import box_size
 from tranship.lookup import resolve
-from tranship.train import TRAIN_ENGINES
+from tranship.train import CRITIC_ENGINES, TRAIN_ENGINES
 from tranship.types import RunError, SampleId, TrainBatch, UserError
 
 ENGINES = sorted(TRAIN_ENGINES)
@@ -186,3 +186,128 @@ def test_a_nan_stops_before_the_weights_change(make):
     with pytest.raises(RunError, match="not finite"):
         engine.update(batch, LOSS)
     assert same(before, weights(engine))
+
+
+class Compared:
+    """A loss that needs entropies and whole groups, and keeps its inputs."""
+
+    needs_entropy = True
+    whole_groups = True
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, inputs, totals):
+        self.seen.append((inputs, totals))
+        loss = torch.where(inputs.mask_BT, inputs.entropy_BT - inputs.logprobs_BT, 0).sum() / totals.num_tokens
+        return loss, {}
+
+
+def test_a_loss_gets_the_entropies_and_the_whole_groups_that_it_asks_for(make):
+    engine = make(microbatch_tokens=1)
+    before = weights(engine)
+    loss = Compared()
+    engine.update(make_batch(), loss)
+    assert [sorted(inputs.group_B.tolist()) for inputs, _ in loss.seen] == [[0, 0], [1, 1, 1]]
+    for inputs, totals in loss.seen:
+        entropies = inputs.entropy_BT[inputs.mask_BT]
+        assert ((entropies > 0) & (entropies < np.log(61))).all()
+        assert inputs.entropy_BT.shape == inputs.logprobs_BT.shape
+        assert (totals.num_tokens, totals.num_sequences, totals.num_groups) == (19, 5, 2)
+    assert not same(before, weights(engine))
+
+
+@pytest.fixture(params=sorted(CRITIC_ENGINES))
+def make_critic(request, folder):
+    def build(**train):
+        return resolve(request.param, CRITIC_ENGINES, "train.engine")(
+            folder,
+            config=TrainConfig(**{"steps": 5, **train}),
+            critic=CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-2)),
+            max_response_tokens=8,
+            num_steps=5,
+            device="cpu",
+            seed=0,
+            deterministic=True,
+        )
+
+    return build
+
+
+def value_batch(seed=0):
+    batch = make_batch(seed=seed)
+    batch.values = [np.zeros(len(r), dtype=np.float32) for r in batch.responses]
+    batch.returns = [
+        np.full(len(r), g - 0.5, dtype=np.float32) for g, r in zip(batch.group_of, batch.responses, strict=True)
+    ]
+    return batch
+
+
+def value_loss(inputs, totals):
+    errors = torch.where(inputs.mask_BT, (inputs.values_BT - inputs.returns_BT).square(), 0)
+    return errors.sum() / totals.num_tokens, {"error": (float(errors.detach().sum()), float(inputs.mask_BT.sum()))}
+
+
+def values_of(critic):
+    return np.concatenate(critic.values(*reads(make_batch())))
+
+
+def test_a_critic_begins_at_0_learns_and_reports_under_its_own_names(make_critic):
+    critic = make_critic(microbatch_tokens=12)
+    first = critic.values(*reads(make_batch()))
+    assert [v.shape for v in first] == [r.shape for r in make_batch().responses]
+    assert all(v.dtype == np.float32 and not v.any() for v in first)
+    seen = [critic.update(value_batch(), value_loss) for _ in range(20)]
+    assert seen[0].keys() == {"critic_value_loss", "critic_error", "critic_grad_norm", "critic_learning_rate"}
+    assert seen[0]["critic_error"] == pytest.approx(0.25)
+    assert seen[-1]["critic_error"] < 0.1
+
+
+def test_the_size_of_a_microbatch_does_not_change_a_critics_update(make_critic):
+    results = []
+    for tokens in (1, 12, 4096):
+        critic = make_critic(microbatch_tokens=tokens)
+        for _ in range(2):
+            critic.update(value_batch(), value_loss)
+        results.append(values_of(critic))
+    assert np.abs(results[0]).max() > 1e-3
+    for other in results[1:]:
+        np.testing.assert_allclose(results[0], other, atol=1e-4)
+
+
+def test_a_saved_critic_continues_bit_for_bit(make_critic, tmp_path):
+    critic = make_critic()
+    critic.update(value_batch(), value_loss)
+    critic.save(tmp_path)
+    other = make_critic()
+    other.load(tmp_path)
+    for one in (critic, other):
+        one.update(value_batch(seed=1), value_loss)
+    np.testing.assert_array_equal(values_of(critic), values_of(other))
+
+
+def test_a_folder_that_is_no_critics_checkpoint_is_refused(make_critic, tmp_path):
+    with pytest.raises(UserError, match=str(tmp_path)):
+        make_critic().load(tmp_path)
+
+
+def test_a_fence_that_raises_leaves_the_critic(make_critic):
+    critic = make_critic()
+    critic.update(value_batch(), value_loss)
+    before = values_of(critic)
+
+    def closed():
+        raise LookupError("gone")
+
+    with pytest.raises(LookupError):
+        critic.update(value_batch(), value_loss, fence=closed)
+    np.testing.assert_array_equal(values_of(critic), before)
+
+
+def test_a_nan_stops_before_the_critic_changes(make_critic):
+    critic = make_critic()
+    batch = value_batch()
+    batch.returns[1][2] = np.nan
+    with pytest.raises(RunError, match="not finite"):
+        critic.update(batch, value_loss)
+    assert not values_of(critic).any()

@@ -1,10 +1,10 @@
-"""What the pages show works: commands, recipes and Python of README.md, CONTRIBUTING.md and docs/*.md.
+"""What the pages show works: commands, recipes and Python of README.md, CONTRIBUTING.md and all of docs/.
 
 A page is worked through from top to bottom in a folder of its own, which holds the recipes made small: a tiny model,
 two steps, eight tokens. A comment just before a block says what is special about it:
 
     <!-- file: my_reward.py -->   save the block under this name, for the blocks that follow
-    <!-- run -->                  really run the `tranship train` and `tranship check` lines of the block
+    <!-- run -->                  really run the `tranship train`, `check` and `eval` lines of the block
     <!-- not run: why -->         check its syntax only
 
 Without one: `yaml` is loaded (a fragment is put over a small recipe), `python` is run, and of `bash` each line is a
@@ -33,7 +33,8 @@ from tranship.config.load import loads
 from tranship.config.yaml_text import read, write
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 BIN = Path(sys.executable).parent
 OTHER_PROGRAMS = {"git", "cd", "pip", "python", "python3", "source", ".", "export", "ls", "less", "cat", "tensorboard"}
 UNCHECKED_LANGUAGES = {"", "text", "console", "json", "mermaid"}
@@ -99,10 +100,11 @@ class Desk:
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
         self.env = {**os.environ, "TRANSHIP_CACHE": str(cache), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-        (folder / "recipes").mkdir()
-        for recipe in (ROOT / "recipes").glob("*.yaml"):
+        for recipe in RECIPES:
             small = merged(read(recipe.read_text(encoding="utf-8"), recipe.name), SMALL | {"data": {}})
-            (folder / "recipes" / recipe.name).write_text(write(small))
+            copy = folder / recipe.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(write(small))
 
     def work(self, block: Block) -> None:
         kind, _, rest = block.comment.partition(":")
@@ -153,21 +155,33 @@ class Desk:
             assert program in OTHER_PROGRAMS, f"{block}: {program} is not checked: mark the block as not run, with why"
 
     def _tranship(self, arguments: list[str], block: Block, really: bool) -> None:
-        heavy = {"train", "check", "bench"}
+        heavy = {"train", "check", "eval", "bench"}
         command = arguments[0] if arguments else ""
         if really or command not in {*heavy, "model"}:
             self._execute(["tranship", *arguments], block)
             return
-        assert self._execute(["tranship", command, "--help"], block)
+        known = self._execute(["tranship", command, "--help"], block)
+        unknown = [word for word in arguments if word.startswith("--") and not re.search(rf"{word}\b", known)]
+        assert not unknown, f"{block}: tranship {command} has no {unknown}"
         if command in {"train", "check"}:
             words = [word for word in arguments[1:] if not word.startswith("-") and word not in ("never", "auto")]
             load(self.folder / words[0], words[1:])
+        elif command == "eval":
+            self._evaluation(arguments[1:], block)
         elif command == "bench":
             assert arguments[1] in BENCHES, f"{block}: no benchmark {arguments[1]}"
         elif command == "model" and arguments[1] == "get":
             assert arguments[2] in self._execute(["tranship", "model", "list"], block), (
                 f"{block}: no model {arguments[2]}"
             )
+
+    def _evaluation(self, arguments: list[str], block: Block) -> None:
+        """A recipe that is named loads with its overrides; without one the settings have to be those of any recipe."""
+        model, *others = arguments
+        assert not model.startswith("-"), f"{block}: tranship eval begins with a model"
+        named = others.index("--recipe") + 1 if "--recipe" in others else None
+        recipe = self.folder / (others[named] if named is not None else "recipes/demo.yaml")
+        load(recipe, [word for word in others if re.match(r"[a-z_]+\.[\w.]+=", word)])
 
     def _execute(self, command: list[str], block: Block) -> str:
         done = subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=240)
@@ -183,23 +197,27 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_what_the_page_shows_works(page: Path, tmp_path: Path, cache: Path) -> None:
     desk = Desk(tmp_path, cache)
     for block in blocks_of(page, page.read_text(encoding="utf-8")):
         desk.work(block)
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_every_recipe_loads(recipe: Path) -> None:
     load(recipe)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_to_files_of_the_project_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if not re.match(r"[a-z]+:", target):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}, which is not there"
 
 
 PAGE = """
@@ -229,6 +247,9 @@ def test_blocks_are_found_with_their_comments_and_lines() -> None:
         ("bash", "tranship train recipes/demo.yaml rollout.n=3", ""),
         ("bash", "tranship sail", ""),
         ("bash", "tranship model get nothing-like-it", ""),
+        ("bash", "tranship eval runs/demo --sample-count 4", ""),
+        ("bash", "tranship eval runs/demo data.val.limits=3", ""),
+        ("bash", "tranship eval smollm2-135m --recipe recipes/none.yaml", ""),
         ("bash", "tranship bench nothing-like-it", ""),
         ("bash", "make sense", ""),
         ("bash", "sail away", ""),

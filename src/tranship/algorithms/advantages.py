@@ -1,8 +1,9 @@
 """Advantages of whole groups of samples. Groups are told apart by id; where a row stands never matters.
 
-Common policy: a group of one sample has advantage 0, and so has each sample of a group whose rewards are all equal.
-A division by a standard deviation is left out where that is below MIN_STD, so rewards of spread <= 1 never give an
-advantage above 1 / MIN_STD = 100 in size. A NaN reward makes its group NaN: it is the caller's to leave out.
+Common policy of those that compare samples with each other (all but `reinforce`): a group of one sample has
+advantage 0, and so has each sample of a group whose rewards are all equal. A division by a standard deviation is left
+out where that is below MIN_STD, so rewards of spread <= 1 never give an advantage above 1 / MIN_STD = 100 in size.
+A NaN reward makes its group NaN: it is the caller's to leave out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def grpo(rewards: np.ndarray, group_ids: np.ndarray, *, scale_by_std: bool = Tru
     def of_group(values: np.ndarray) -> np.ndarray:
         ordered = np.sort(values)
         centred = values - ordered.mean()
-        return centred / _divisor(ordered) if scale_by_std else centred
+        return centred / divisor(ordered) if scale_by_std else centred
 
     return _per_group(rewards, group_ids, of_group)
 
@@ -43,10 +44,22 @@ def rloo(rewards: np.ndarray, group_ids: np.ndarray, *, scale_by_std: bool = Fal
         for rank, position in enumerate(order):
             others = np.delete(ordered, rank)
             centred = values[position] - others.mean()
-            result[position] = centred / _divisor(others) if scale_by_std else centred
+            result[position] = centred / divisor(others) if scale_by_std else centred
         return result
 
     return _per_group(rewards, group_ids, of_group)
+
+
+def reinforce(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+    """float32 [N]: the rewards themselves, compared with nothing (Williams 1992, eq. 4 with baseline 0).
+
+    The policy above does not apply: a group of one, or of equal rewards, is worth its reward, so a recipe with this
+    sets keep_groups_without_signal. Rewards far from 0 give advantages as far: see algorithm.whiten_advantages.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    assert values.ndim == 1, f"rewards must be [N], not {values.shape}"
+    assert values.shape == np.shape(group_ids), f"rewards {values.shape} and group_ids {np.shape(group_ids)} differ"
+    return values.astype(np.float32)
 
 
 def _per_group(rewards: np.ndarray, group_ids: np.ndarray, of_group: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -70,7 +83,7 @@ def _per_group(rewards: np.ndarray, group_ids: np.ndarray, of_group: Callable[[n
     return result.astype(np.float32)
 
 
-def _divisor(rewards: np.ndarray) -> float:
+def divisor(rewards: np.ndarray) -> float:
     """Their sample standard deviation, or 1 where that is below MIN_STD or there is only one."""
     if len(rewards) < 2:
         return 1.0

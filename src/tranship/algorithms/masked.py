@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import torch
 
+# name -> (sum, weight): those of all microbatches and ranks are added up, then divided.
+Metrics = dict[str, tuple[float, float]]
+
+# Log-ratios are held within this before exp, so that no ratio overflows; a token beyond it has no gradient.
+MAX_LOG_RATIO = 20.0
+
 
 def where_mask(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """values where mask (bool, same shape) is True, exactly 0 elsewhere; no gradient reaches masked entries."""

@@ -2,4 +2,4 @@
 
 from collections.abc import Mapping
 
-BENCHES: Mapping[str, str] = {"e2e": "tranship.bench.e2e:main"}
+BENCHES: Mapping[str, str] = {"dock": "tranship.bench.dock:main", "e2e": "tranship.bench.e2e:main"}

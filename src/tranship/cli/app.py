@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -13,8 +12,10 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
+from tranship.cli.evaluate import evaluate
 from tranship.cli.models import models
 from tranship.cli.show import shown
+from tranship.cli.threads import let_idle_threads_sleep
 from tranship.config import load
 from tranship.types import RunError, UserError
 from tranship.version import __version__
@@ -29,6 +30,7 @@ app = typer.Typer(
     help="Reinforcement learning of language models as two flows, samples and weights.",
 )
 app.add_typer(models, name="model")
+app.command("eval")(evaluate)
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -56,7 +58,7 @@ def train(
     """Train as a recipe says."""
     settings = [*(overrides or ()), *([f"run.resume={resume.value}"] if resume else ())]
     config = load(recipe, settings)
-    _let_idle_threads_sleep()
+    let_idle_threads_sleep()
     from tranship.trainer import preflight, run
 
     if dry_run:
@@ -121,12 +123,6 @@ def _root(
     if context.invoked_subcommand is None:
         _say(context.get_help())
         raise typer.Exit
-
-
-def _let_idle_threads_sleep() -> None:
-    """Read by OpenMP when torch is loaded. Threads that spin while they wait make a step several times slower as soon
-    as anything else wants one of the cores; on an idle machine sleeping costs little. Whoever set it keeps it."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ def shown(config: Config) -> str:
     """The resolved YAML, and the stages of its algorithm as comments."""
     from tranship.stages import check_table, stage_table
 
-    table = stage_table(config.algorithm)
+    table = stage_table(config.algorithm, config.reward.model)
     check_table(table)
     rows = [("stage", "reads", "writes"), *((s.name, ", ".join(s.reads), ", ".join(s.writes) or "-") for s in table)]
     width = max(len(row[0]) for row in rows)

@@ -21,6 +21,11 @@ def section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
+def items_section(annotation: Any) -> type[Section] | None:
+    """The section that each item of a list is (`tuple[Section, ...]`), or None."""
+    return section_of(get_args(annotation)[0]) if get_origin(annotation) is tuple else None
+
+
 def is_tuple(annotation: Any) -> bool:
     """Whether a field holds a tuple (a list in YAML), or one or nothing."""
     candidates = get_args(annotation) if _is_union(annotation) else (annotation,)
@@ -85,6 +90,9 @@ def _type_words(annotation: Any) -> str:
         return f"one of {', '.join(map(str, get_args(annotation)))}"
     if origin is tuple:
         parts = get_args(annotation)
+        items = items_section(annotation)
+        if items is not None:
+            return f"a list of sections with the keys {', '.join(items.model_fields)}"
         many = {int: "integers", float: "numbers", str: "strings"}[parts[0]]
         return f"a list of {many}" if parts[-1] is Ellipsis else f"a list of {len(parts)} {many}"
     if origin is dict:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tranship.config import yaml_text
-from tranship.config.keys import KEYS, is_tuple, owner, section_of, wanted
+from tranship.config.keys import KEYS, is_tuple, items_section, owner, section_of, wanted
 from tranship.config.nearest import hint
 from tranship.config.schema import Config, Section
 from tranship.types import UserError
@@ -92,7 +92,8 @@ def _lists_to_tuples(value: Any, section: type[Section]) -> Any:
             if key in copy:
                 copy[key] = _lists_to_tuples(copy[key], inner)
         elif is_tuple(field.annotation) and isinstance(copy.get(key), list):
-            copy[key] = tuple(copy[key])
+            items = items_section(field.annotation)
+            copy[key] = tuple(_lists_to_tuples(item, items) if items else item for item in copy[key])
     return copy
 
 

@@ -5,9 +5,12 @@ Checks here need no file, no model and no device; those that do are made by `tra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tranship.config.presets import ALGORITHMS, preset
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -25,12 +28,40 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model folder brings.")
 
 
-class DataSourceConfig(Section):
-    """Where prompts come from."""
+class MixturePartConfig(Section):
+    """One source of a mixture."""
 
-    source: str = Field(description="`sums`, a .jsonl or .parquet file in verl's schema, or module:name.")
+    source: str = Field(description="As data.train.source.")
+    args: dict[str, Any] = Field(default_factory=dict, description="As data.train.args.")
+    limit: int | None = Field(default=None, ge=1, description="As data.train.limit.")
+    weight: float = Field(default=1.0, gt=0, description="Its share of the prompts, relative to the other parts.")
+    name: str | None = Field(default=None, description="Its data_source in metrics; null: what its rows say.")
+
+
+class DataSourceConfig(Section):
+    """Where prompts come from: one source, or a mixture of several."""
+
+    source: str | None = Field(
+        default=None,
+        description="`sums`, reasoning_gym:task, a .jsonl or .parquet file, hub:name, or module:name.",
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the source (`sums`: low, high, ...).")
     limit: int | None = Field(default=None, ge=1, description="Use only the first so many rows.")
+    mixture: tuple[MixturePartConfig, ...] = Field(
+        default=(), description="Several sources with weights, in place of source."
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> DataSourceConfig:
+        if (self.source is None) == (not self.mixture):
+            raise ValueError(
+                "a data section has both source and mixture: keep one of them"
+                if self.mixture
+                else "a data section names no source: set source (sums, a file, hub:name, module:name), or mixture"
+            )
+        if self.mixture and (self.args or self.limit):
+            raise ValueError("args and limit belong to the parts of a mixture: move them there")
+        return self
 
 
 class DataConfig(Section):
@@ -47,6 +78,14 @@ class DataConfig(Section):
         default=None, description="Put before each prompt that has no system message of its own."
     )
     template_args: dict[str, Any] = Field(default_factory=dict, description="Further arguments of the chat template.")
+    order: str | None = Field(
+        default=None,
+        description="A curriculum: an entry of the table of orders (difficulty), or module:name; null: see shuffle.",
+    )
+    order_args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the order (difficulty: key).")
+    max_tokens: int | None = Field(
+        default=None, ge=2, description="sft, dpo: longest prompt plus recorded response; null: the model's context."
+    )
 
 
 class RolloutConfig(Section):
@@ -72,44 +111,81 @@ class RolloutConfig(Section):
     )
 
 
+class EnvConfig(Section):
+    """A world that answers the model: several turns, tools."""
+
+    name: str | None = Field(default=None, description="An entry of the table of environments, or module:name.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment.")
+    max_turns: int = Field(default=8, ge=1, description="Turns of the model in one sample.")
+    max_turn_tokens: int | None = Field(default=None, ge=1, description="Of one turn; null: what is left of the cap.")
+    max_observation_tokens: int = Field(default=512, ge=1, description="Longer answers of the world are cut, and said.")
+    step_timeout_s: float = Field(default=10.0, gt=0, description="Of one reset, step or tool call.")
+    num_workers: int = Field(default=2, ge=1, description="Processes that work at the same time.")
+    memory_bytes: int | None = Field(
+        default=2 << 30, ge=1 << 26, description="Of the address space of one sample's process; null: no limit."
+    )
+
+
+class RewardTermConfig(Section):
+    """One of several rewards."""
+
+    function: str = Field(description="As reward.function.")
+    args: dict[str, Any] = Field(default_factory=dict, description="As reward.args.")
+    weight: float = Field(default=1.0, description="Its factor in the sum.")
+    name: str | None = Field(default=None, description="Its name in metrics; null: the function's.")
+
+
+class RewardModelConfig(Section):
+    """A model that scores responses (sequence classification with one label)."""
+
+    path: str | None = Field(default=None, description="A Hugging Face folder, a hub name; null: no reward model.")
+    weight: float = Field(default=1.0, description="The factor of its score in the sum.")
+    batch_tokens: int = Field(default=8192, ge=1, description="Most tokens of one forward pass.")
+    placement: Literal["shared", "own"] = Field(
+        default="shared", description="shared: the process that trains; own: one of its own (runtime ray)."
+    )
+
+
+class OverlongConfig(Section):
+    """DAPO's soft punishment of long responses: 0 up to max - cache tokens, then linear down to -factor at max."""
+
+    cache_tokens: int = Field(default=0, ge=0, description="Tokens before the cap over which it grows; 0: off.")
+    factor: float = Field(default=1.0, gt=0)
+
+
 class RewardConfig(Section):
     """How responses are scored."""
 
-    function: str = Field(default="exact_integer", description="A built-in name, file.py:function, or module:function.")
+    function: str = Field(
+        default="exact_integer",
+        description="A built-in name, file.py:function, module:function, http://..., or none (a model or env alone).",
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of the function.")
+    weight: float = Field(default=1.0, description="Its factor in the sum.")
+    terms: tuple[RewardTermConfig, ...] = Field(default=(), description="Further rewards that are added to it.")
+    model: RewardModelConfig = RewardModelConfig()
+    overlong: OverlongConfig = OverlongConfig()
+    mask_truncated: bool = Field(
+        default=False, description="Leave responses out of the loss that reached the cap without an end."
+    )
     num_workers: int = Field(default=1, ge=1, description="Processes that run the function.")
     timeout_s: float = Field(
         default=10.0, gt=0, description="A call that takes longer is stopped; its sample is invalid."
+    )
+    concurrency: int = Field(
+        default=32, ge=1, description="Samples in flight in each process where a function is async or http."
+    )
+    memory_mb: int | None = Field(
+        default=4096, ge=256, description="Address space of each process that runs functions; null: no limit."
     )
     max_invalid_steps: int = Field(
         default=3, ge=1, description="Stop after so many steps in a row without a scored sample."
     )
 
-
-class KlConfig(Section):
-    """A pull towards the reference (the model before training)."""
-
-    coef: float = Field(default=0.0, ge=0, description="0: no KL term, no reference model, no forward pass of one.")
-    estimator: str = Field(default="k3", description="k1, k2, k3, or module:name.")
-
-
-class AlgorithmConfig(Section):
-    """From rewards to a loss."""
-
-    name: Literal["grpo"] = Field(default="grpo", description="The table of stages.")
-    advantage: str = Field(default="grpo", description="An entry of the table of advantage estimators, or module:name.")
-    advantage_args: dict[str, Any] = Field(default_factory=dict, description="grpo: scale_by_std (true).")
-    loss: str = Field(default="clip", description="An entry of the table of policy losses, or module:name.")
-    aggregation: Aggregation = "token-mean"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.2, gt=0)
-    dual_clip: float | None = Field(
-        default=None, gt=1, description="Bound of the loss for negative advantages; null: off."
-    )
-    kl: KlConfig = KlConfig()
-    keep_groups_without_signal: bool = Field(
-        default=False, description="Train on groups whose advantages are all 0 too (they only add to the normaliser)."
-    )
+    @property
+    def has_source(self) -> bool:
+        """Whether a function, a further term or a model gives a reward (an environment may too)."""
+        return self.function != "none" or bool(self.terms) or self.model.path is not None
 
 
 class OptimizerConfig(Section):
@@ -123,6 +199,112 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="null: no clipping.")
+
+
+class KlConfig(Section):
+    """A pull towards the reference (the model before training)."""
+
+    coef: float = Field(default=0.0, ge=0, description="0: no KL term, no reference model, no forward pass of one.")
+    estimator: str = Field(default="k3", description="k1, k2, k3, or module:name.")
+    where: Literal["loss", "reward"] = Field(
+        default="loss", description="loss: a term of the loss; reward: taken off the reward, token by token."
+    )
+
+
+class CorrectionConfig(Section):
+    """What is done about samples whose policy (or engine) is not the one that is trained."""
+
+    name: str = Field(
+        default="none",
+        description="none, truncated_token, truncated_sequence, band_token, band_sequence, decoupled, or module:name.",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="truncated_*: cap; band_*: low, high.")
+
+
+class CriticConfig(Section):
+    """PPO's model of the value of each token."""
+
+    path: str | None = Field(default=None, description="null: begins as the policy with a value head of zeros.")
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    lam: float = Field(default=0.95, ge=0, le=1)
+    value_clip: float | None = Field(default=0.2, gt=0, description="null: off.")
+    warmup_steps: int = Field(default=0, ge=0, description="Batches on which only the critic is trained.")
+
+
+class AlgorithmConfig(Section):
+    """From rewards to a loss. `name` sets the table of stages and what the other keys are where a recipe is silent."""
+
+    name: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gspo",
+        "cispo",
+        "ppo",
+        "dpo",
+        "sft",
+    ] = Field(default="grpo", description="Which algorithm; docs/algorithms says what each one sets.")
+    advantage: str = Field(default="grpo", description="An entry of the table of advantage estimators, or module:name.")
+    advantage_args: dict[str, Any] = Field(default_factory=dict, description="grpo: scale_by_std (true).")
+    whiten_advantages: bool = Field(
+        default=False, description="Shift and scale the advantages of a batch's tokens to mean 0 and deviation 1."
+    )
+    loss: str = Field(default="clip", description="An entry of the table of policy losses, or module:name.")
+    loss_args: dict[str, Any] = Field(default_factory=dict, description="Further arguments of the loss (dpo: beta).")
+    aggregation: Aggregation = "token-mean"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="Bound of the loss for negative advantages; null: off."
+    )
+    kl: KlConfig = KlConfig()
+    entropy_coef: float = Field(default=0.0, ge=0, description="The weight of an entropy bonus; 0: none is computed.")
+    correction: CorrectionConfig = CorrectionConfig()
+    keep_groups_without_signal: bool = Field(
+        default=False, description="Train on groups whose advantages are all 0 too (they only add to the normaliser)."
+    )
+    dynamic_sampling: bool = Field(
+        default=False, description="Put another prompt in the place of each group without signal."
+    )
+    max_refills: int = Field(
+        default=10, ge=1, description="Stop when a batch has taken so many times its prompts and is still not full."
+    )
+    critic: CriticConfig = CriticConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        return preset(values) if isinstance(values, Mapping) else values
+
+    @property
+    def flow(self) -> Literal["policy", "ppo", "dpo", "sft"]:
+        """The table of stages."""
+        return ALGORITHMS[self.name].flow
+
+    @model_validator(mode="after")
+    def _fits(self) -> AlgorithmConfig:
+        if self.dynamic_sampling and self.keep_groups_without_signal:
+            raise ValueError(
+                "algorithm.dynamic_sampling replaces groups without signal, and keep_groups_without_signal keeps "
+                "them: set one of them to false"
+            )
+        if self.flow == "ppo" and not self.keep_groups_without_signal:
+            raise ValueError("algorithm.name ppo has no groups to compare: set keep_groups_without_signal=true")
+        if self.flow in ("dpo", "sft"):
+            for key, wrong, remedy in (
+                ("kl.where", self.kl.where == "reward", "kl.where=loss"),
+                ("correction.name", self.correction.name != "none", "correction.name=none"),
+                ("dynamic_sampling", self.dynamic_sampling, "dynamic_sampling=false"),
+                ("whiten_advantages", self.whiten_advantages, "whiten_advantages=false"),
+            ):
+                if wrong:
+                    raise ValueError(f"algorithm.{key} has no meaning for {self.name}, which samples nothing: {remedy}")
+        return self
 
 
 class TrainConfig(Section):
@@ -178,6 +360,13 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(default=0, ge=0, description="0: only at the end and when stopped.")
     keep_last: int = Field(default=2, ge=1)
+    best_metric: str | None = Field(
+        default=None,
+        description="Keep the best validation's model as RUN/best, by score, score_greedy or score/SOURCE; null: off.",
+    )
+    best_mode: Literal["max", "min"] = Field(
+        default="max", description="Whether more or less of best_metric is better."
+    )
 
 
 class ValidationConfig(Section):
@@ -188,6 +377,9 @@ class ValidationConfig(Section):
     after_training: bool = True
     samples_per_prompt: int = Field(default=1, ge=1)
     greedy: bool = Field(default=True, description="Score one greedy response of each prompt too.")
+    correct_score: float = Field(
+        default=1.0, description="The least score, before any shaping, that counts as right in pass@k and maj@k."
+    )
 
 
 class ObserveConfig(Section):
@@ -202,6 +394,19 @@ class ObserveConfig(Section):
     )
     samples_per_step: int = Field(
         default=-1, ge=-1, description="Samples written to samples.jsonl at each step; -1: all."
+    )
+    project: str = Field(default="tranship", description="Where W&B, MLflow and trackio file the run.")
+    profile_steps: tuple[int, ...] = Field(
+        default=(), description="Steps of which torch's profiler writes a trace to RUN/profile."
+    )
+    snapshot_reward_drop: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Write RUN/snapshots when a step's reward falls by this share of its running mean; 0: never.",
+    )
+    snapshot_kl: float = Field(
+        default=0.5, ge=0, description="Write RUN/snapshots when a step's KL passes this; 0: never."
     )
 
 
@@ -226,6 +431,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    env: EnvConfig = EnvConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig
@@ -236,9 +442,14 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
 
     @property
+    def group_size(self) -> int:
+        """Samples of one prompt in a training batch: 2 of a preference (dpo), 1 of a demonstration (sft)."""
+        return {"dpo": 2, "sft": 1}.get(self.algorithm.flow, self.rollout.group_size)
+
+    @property
     def groups_per_step(self) -> int:
         """Prompts of one batch."""
-        return self.train.batch_size // self.rollout.group_size
+        return self.train.batch_size // self.group_size
 
     @property
     def groups_total(self) -> int:
@@ -247,12 +458,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        batch, group, mini = self.train.batch_size, self.rollout.group_size, self.train.minibatches
+        batch, group, mini = self.train.batch_size, self.group_size, self.train.minibatches
         if batch % group:
             near = max(group, round(batch / group) * group)
-            raise ValueError(
-                f"train.batch_size {batch} is not a multiple of rollout.group_size {group}: use batch_size={near}"
-            )
+            said = "rollout.group_size" if self.algorithm.flow in ("policy", "ppo") else "a preference's samples,"
+            raise ValueError(f"train.batch_size {batch} is not a multiple of {said} {group}: use batch_size={near}")
         if (batch // group) % mini:
             raise ValueError(
                 f"train.minibatches {mini} does not divide the {batch // group} groups of a batch "
@@ -282,6 +492,14 @@ class Config(Section):
                 f"placement.num_samplers {self.placement.num_samplers} needs placement.layout=split: "
                 "in the fused layout the one group trains and generates"
             )
+        if self.reward.model.placement == "own" and self.placement.runtime == "inline":
+            raise ValueError(
+                "reward.model.placement=own needs processes of its own: use placement.runtime=ray, or placement=shared"
+            )
+        if not self.reward.has_source and self.env.name is None:
+            raise ValueError("reward.function is none, and there is no reward.model and no env: nothing gives a reward")
+        if self.env.name is not None and self.algorithm.flow in ("dpo", "sft"):
+            raise ValueError(f"env.name {self.env.name!r} has no meaning for {self.algorithm.name}: leave env out")
         optimizer = self.train.optimizer
         if optimizer.min_learning_rate > optimizer.learning_rate:
             raise ValueError(

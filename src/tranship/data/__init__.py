@@ -1,1 +1,1 @@
-"""Prompts: sources, files in verl's schema, encoding with the chat template, and their order over epochs."""
+"""Prompts: sources and their rows, recorded responses, encoding with the chat template, order over epochs, mixtures."""

@@ -1,19 +1,21 @@
 """Prompts to token ids: messages through the chat template, strings as they are.
 
-Text of users never becomes a special token, whatever it looks like. (Tokens that a tokenizer adds without marking them
-special, such as <think>, are text.)
+Text of users never becomes a special token, whatever it looks like, and no message is lost in a template that does not
+know its role. (Tokens that a tokenizer adds without marking them special, such as <think>, are text.)
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
-import jinja2.meta
 import numpy as np
 
+from tranship.data.templates import check_template_args, check_written, variables
 from tranship.types import UserError
 
 if TYPE_CHECKING:
@@ -22,10 +24,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
-# What the template is given anyway, or what would change the encoding's form.
-_RESERVED_ARGS = {"messages", "conversation", "add_generation_prompt", "tokenize", "chat_template", "return_dict"}
-_RESERVED_ARGS |= {"continue_final_message", "padding", "truncation", "max_length", "return_tensors"}
-_RESERVED_ARGS |= {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
+# Kinds of conversations (roles, calls, tools) whose special tokens are remembered.
+_MOST_SHAPES = 4096
 
 
 class PromptEncoder:
@@ -45,29 +45,58 @@ class PromptEncoder:
         self._system_prompt = system_prompt
         self._args = dict(template_args or {})
         special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = set(special.values())
+        self._special_ids = frozenset(special.values())
         self._special_of = special
         longest_first = sorted(special, key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._expected: dict[tuple[str, ...], list[int]] = {}
+        self._expected: dict[str, list[int]] = {}
         if self._args and tokenizer.chat_template:
-            _check_template_args(tokenizer.get_chat_template(), self._args)
+            check_template_args(self._template(_Rendering([], True)), self._args)
 
-    def encode(self, prompt: str | Sequence[Message]) -> np.ndarray:
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of all special tokens."""
+        return self._special_ids
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether the template writes the date into prompts, so that their tokens differ from day to day."""
+        if not self._tokenizer.chat_template or "date_string" in self._args:
+            return False
+        return "strftime_now" in (variables(self._template(_Rendering([], True))) or ())
+
+    def encode(
+        self, prompt: str | Sequence[Message], tools: Sequence[Message] = (), generation_prompt: bool = True
+    ) -> np.ndarray:
         """The prompt's token ids, int32 [P].
 
-        Messages go through the chat template, with the generation prompt at the end. A string is encoded as plain
-        text, with what the tokenizer puts before any text (a start token), and without the chat template. Raises
-        UserError where there is no template, or it does not take these messages.
+        Messages go through the chat template, with the generation prompt (what opens the assistant's turn) at the
+        end unless told otherwise. tools: JSON schemas for the template. A string is encoded as plain text, with what
+        the tokenizer puts before any text (a start token), and without the chat template. Raises UserError where
+        there is no template, or it does not take these messages, or it would leave one of them out.
         """
         if isinstance(prompt, str):
+            if tools:
+                raise UserError("the prompt is a plain string, which cannot have tools: give prompts as messages")
             return np.array(self._encode_string(prompt), np.int32)
         if not self._tokenizer.chat_template:
             raise UserError(
                 "the prompt is a list of messages, but the tokenizer has no chat template: use an instruct model, add "
                 "a chat_template.jinja to its folder, or give prompts as plain strings"
             )
-        return np.array(self._encode_messages(self._with_system_prompt(prompt)), np.int32)
+        render = _Rendering(list(tools), generation_prompt)
+        return np.array(self._encode_messages(self.conversation(prompt), render), np.int32)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text` as it is: no special token in it, none before or after it."""
+        return self._plain(text)
+
+    def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages that the template gets: data.system_prompt first where there is no system message."""
+        own = [dict(message) for message in messages]
+        if self._system_prompt is not None and not any(message["role"] == "system" for message in own):
+            return [{"role": "system", "content": self._system_prompt}, *own]
+        return own
 
     def has_special_text(self, text: str) -> bool:
         """Whether `text` holds the text of a special token."""
@@ -82,26 +111,32 @@ class PromptEncoder:
         ids = self._tokenizer.encode(text, add_special_tokens=True, split_special_tokens=True)
         return cast(list[int], ids)
 
-    def _with_system_prompt(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        own = [dict(message) for message in messages]
-        if self._system_prompt is not None and not any(message["role"] == "system" for message in own):
-            return [{"role": "system", "content": self._system_prompt}, *own]
-        return own
-
-    def _encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
+    def _encode_messages(self, messages: list[dict[str, Any]], render: _Rendering) -> list[int]:
         contents = [_content(message) for message in messages]
+        self._check_fields(messages, render)
         if any(self._special_text.search(content) for content in contents):
-            ids = self._encode_apart(messages, contents)
+            ids = self._encode_apart(messages, contents, render)
         else:
-            ids = self._ids(messages)
-        if self._special_sequence(ids) != self._expected_sequence(messages):
+            ids = self._ids(messages, render)
+        if self._special_sequence(ids) != self._expected_sequence(messages, contents, render):
             raise UserError(
                 "the prompt's text would become special tokens of the model: remove text such as "
                 f"{sorted(self._special_of)[:3]} from it"
             )
         return ids
 
-    def _encode_apart(self, messages: list[dict[str, Any]], contents: list[str]) -> list[int]:
+    def _check_fields(self, messages: list[dict[str, Any]], render: _Rendering) -> None:
+        """Refuse tools and fields of messages that the template ignores or that hold special text."""
+        fields = [{key: value for key, value in message.items() if key != "content"} for message in messages]
+        check_written(self._template(render), fields, render.tools)
+        for text in _strings([fields, render.tools]):
+            if found := self._special_text.search(text):
+                raise UserError(
+                    f"only the content of a message can hold {found[0]!r}, a special token of the model, as text: take "
+                    "it out of tools, tool calls, thoughts and names"
+                )
+
+    def _encode_apart(self, messages: list[dict[str, Any]], contents: list[str], render: _Rendering) -> list[int]:
         """Ids of messages whose content holds the text of special tokens, encoded as the plain text that it is.
 
         Special tokens are recognised in the template's own parts alone; the text between two of them, from template
@@ -109,17 +144,17 @@ class PromptEncoder:
         twin of the messages in which the special text is replaced.
         """
         twins = [self._special_text.sub(lambda match: "x" * len(match[0]), content) for content in contents]
-        if self._encode_runs(messages, twins) != self._ids(_with_contents(messages, twins)):
+        if self._encode_runs(messages, twins, render) != self._ids(_with_contents(messages, twins), render):
             raise UserError(
                 "the prompt holds text of special tokens, and this tokenizer cannot encode it as plain text: remove "
                 f"text such as {sorted(self._special_of)[:3]} from it"
             )
-        return self._encode_runs(messages, contents)
+        return self._encode_runs(messages, contents, render)
 
-    def _encode_runs(self, messages: list[dict[str, Any]], contents: list[str]) -> list[int]:
+    def _encode_runs(self, messages: list[dict[str, Any]], contents: list[str], render: _Rendering) -> list[int]:
         ids: list[int] = []
         run = ""
-        for part, is_template in self._parts(messages, contents):
+        for part, is_template in self._parts(messages, contents, render):
             pieces = self._special_text.split(part) if is_template else [part]
             specials = self._special_text.findall(part) if is_template else []
             run += pieces[0]
@@ -134,51 +169,85 @@ class PromptEncoder:
         ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return cast(list[int], ids)
 
-    def _parts(self, messages: list[dict[str, Any]], contents: list[str]) -> list[tuple[str, bool]]:
+    def _parts(self, messages: list[dict[str, Any]], contents: list[str], render: _Rendering) -> list[tuple[str, bool]]:
         """The rendered prompt cut into template (True) and content (False), by rendering marks in place of contents."""
-        marks = _marks(len(contents), "".join(contents))
-        frame = self._render(_with_contents(messages, marks))
-        rendered = self._render(_with_contents(messages, contents))
+        marks = _marks(contents, self._render(messages, render))
+        frame = self._render(_with_contents(messages, marks), render)
+        rendered = self._render(_with_contents(messages, contents), render)
         parts: list[tuple[str, bool]] = []
-        position = 0
+        written = 0
         for mark, content in zip(marks, contents, strict=True):
-            start = frame.find(mark, position)
-            if start < 0 or frame.count(mark) != 1:
+            if mark == content:
+                continue
+            if frame.count(mark) != 1:
                 raise UserError("the prompt holds text of special tokens, and the chat template moves or drops it")
-            parts += [(frame[position:start], True), (content, False)]
-            position = start + len(mark)
-        parts.append((frame[position:], True))
-        if "".join(part for part, _ in parts) != rendered:
-            parts = [(part if is_template else part.strip(), is_template) for part, is_template in parts]
+            before, _, frame = frame.partition(mark)
+            rest = rendered[written + len(before) :]
+            form = next((form for form in _forms(content) if rest.startswith(form)), None)
+            if form is None:
+                break
+            parts += [(before, True), (form, False)]
+            written += len(before) + len(form)
+        parts.append((frame, True))
         if "".join(part for part, _ in parts) != rendered:
             raise UserError("the prompt holds text of special tokens, and the chat template rewrites it")
         return parts
 
-    def _expected_sequence(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The special tokens that the template writes for messages of these roles."""
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._expected:
-            harmless = _with_contents(messages, ["x"] * len(messages))
-            self._expected[roles] = self._special_sequence(self._ids(harmless))
-        return self._expected[roles]
+    def _expected_sequence(self, messages: list[dict[str, Any]], contents: list[str], render: _Rendering) -> list[int]:
+        """The special tokens that the template writes for messages like these, with harmless contents.
+
+        Raises UserError where a message's content does not come out of the template at all.
+        """
+        marks = _marks(contents, "")
+        harmless = _with_contents(messages, marks)
+        key = json.dumps([harmless, render.tools, render.generation_prompt], sort_keys=True, default=str)
+        if key not in self._expected:
+            rendered = self._render(harmless, render)
+            for message, mark in zip(messages, marks, strict=True):
+                if mark.strip() and mark not in rendered:
+                    raise UserError(
+                        f"the chat template leaves the content of the {message['role']} message out: use roles that "
+                        "it knows"
+                    )
+            if len(self._expected) >= _MOST_SHAPES:
+                self._expected.clear()
+            self._expected[key] = self._special_sequence(self._ids(harmless, render))
+        return self._expected[key]
 
     def _special_sequence(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token in self._special_ids]
 
-    def _ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        return cast(list[int], self._apply(messages, tokenize=True))
+    def _template(self, render: _Rendering) -> str:
+        # A tokenizer may have one template for conversations with tools, and one for those without.
+        return self._tokenizer.get_chat_template(tools=cast(Any, render.tools or None))
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
-        return cast(str, self._apply(messages, tokenize=False))
+    def _ids(self, messages: list[dict[str, Any]], render: _Rendering) -> list[int]:
+        return cast(list[int], self._apply(messages, render, tokenize=True))
 
-    def _apply(self, messages: list[dict[str, Any]], tokenize: bool) -> Any:
+    def _render(self, messages: list[dict[str, Any]], render: _Rendering) -> str:
+        return cast(str, self._apply(messages, render, tokenize=False))
+
+    def _apply(self, messages: list[dict[str, Any]], render: _Rendering, tokenize: bool) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=tokenize, add_generation_prompt=True, return_dict=False, **self._args
+                messages,
+                tools=cast(Any, render.tools or None),
+                tokenize=tokenize,
+                add_generation_prompt=render.generation_prompt,
+                return_dict=False,
+                **self._args,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             roles = [message["role"] for message in messages]
             raise UserError(f"the chat template does not take messages of roles {roles}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    """What the template is given besides messages."""
+
+    tools: list[Message]
+    generation_prompt: bool
 
 
 def encode_chat(
@@ -204,22 +273,27 @@ def _with_contents(messages: list[dict[str, Any]], contents: Sequence[str]) -> l
     return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
 
 
-def _marks(count: int, text: str) -> list[str]:
-    """`count` words that do not occur in `text`."""
+def _marks(contents: Sequence[str], text: str) -> list[str]:
+    """A word that does not occur in `text` for each content; one that is empty stays so (templates ask for that)."""
     stem = "qzmark"
     while stem in text:
         stem += "z"
-    return [f"{stem}{index:04d}e" for index in range(count)]
+    return [f"{stem}{index:04d}e" if content.strip() else content for index, content in enumerate(contents)]
 
 
-def _check_template_args(template: str, args: Mapping[str, Any]) -> None:
-    if clash := sorted(set(args) & _RESERVED_ARGS):
-        raise UserError(f"data.template_args: {clash[0]!r} is set by tranship itself: leave it out")
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        known = jinja2.meta.find_undeclared_variables(environment.parse(template))
-    except jinja2.TemplateSyntaxError:
-        return  # Tags of the library's own; its renderer reports real errors.
-    if unknown := sorted(set(args) - known):
-        readable = ", ".join(sorted(known - _RESERVED_ARGS)) or "nothing else"
-        raise UserError(f"data.template_args: the chat template does not read {unknown[0]!r}; it reads: {readable}")
+def _forms(content: str) -> tuple[str, ...]:
+    """What templates make of a content, in the order in which it is tried: itself, a JSON string, stripped."""
+    return content, json.dumps(content, ensure_ascii=False)[1:-1], content.strip()
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All text inside a JSON value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield str(key)
+            yield from _strings(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _strings(entry)

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from tranship.data.messages import without_nulls
 from tranship.types import UserError
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -50,7 +51,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
             number = 0
             for batch in table.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
-                    yield f"{file} row {number}", row
+                    yield f"{file} row {number}", without_nulls(row)
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from tranship.dock.block import Ragged
+from tranship.dock.buffers import Buffers
+from tranship.dock.group import OWN
 from tranship.dock.messages import BlockRef, GroupEntry, Kind, Take
-from tranship.dock.reader import BlockReader
+from tranship.dock.reader import BlockReader, Run
 from tranship.types import SampleId
 
 
@@ -25,6 +32,15 @@ class GroupView:
     oldest_version: int | None = None
 
 
+@dataclass(frozen=True)
+class _Segment:
+    """Consecutive rows of a batch whose column lies in one block."""
+
+    ref: BlockRef
+    first: int
+    end: int
+
+
 class Batch:
     """Rows on lease. Values are read where they lie: arrays are read-only views.
 
@@ -38,21 +54,29 @@ class Batch:
         self.version = take.version
         self.window = take.window
         self.num_dropped = take.num_dropped
-        self.ids: list[SampleId] = []
-        self.groups: list[GroupView] = []
         self._entries = take.groups
         self._reader = reader
         self._columns: dict[str, list[Any]] = {}
         self._group_columns: dict[str, list[Any]] = {}
-        for entry in take.groups:
-            rows = range(len(self.ids), len(self.ids) + len(entry.rows))
-            self.ids += [row for row, _ in entry.rows]
-            self.groups.append(
-                GroupView(entry.group_id, entry.size, entry.kind, rows, entry.attempt, entry.oldest_version)
-            )
+        self._runs: dict[tuple[BlockRef, int, int], list[tuple[int, int]]] = {}
+
+    @cached_property
+    def ids(self) -> list[SampleId]:
+        """The identities of the rows."""
+        return [SampleId(entry.group_id, index, entry.attempt) for entry in self._entries for index in entry.samples]
+
+    @cached_property
+    def groups(self) -> list[GroupView]:
+        """The groups of the rows, in order."""
+        views, start = [], 0
+        for entry in self._entries:
+            rows = range(start, start + len(entry.samples))
+            start = rows.stop
+            views.append(GroupView(entry.group_id, entry.size, entry.kind, rows, entry.attempt, entry.oldest_version))
+        return views
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self._count
 
     def __getitem__(self, column: str) -> list[Any]:
         """One value per sample row; a group's own column is repeated by reference. KeyError if it is not read here.
@@ -71,22 +95,150 @@ class Batch:
             self._group_columns[column] = [self._own_value(entry, column) for entry in self._entries]
         return self._group_columns[column]
 
+    # Whole columns at once
+
+    def packed(self, columns: Sequence[str], buffers: Buffers) -> dict[str, Ragged]:
+        """Columns of all rows (a group's own column: of all groups), copied once into kept memory, one message at most.
+
+        The result holds until the next `packed` into the same buffers. KeyError for a column that is not read here,
+        ValueError for one whose values are not arrays of one dtype and number of dimensions, StaleSlab.
+        """
+        found = {name: self._pieces(name) for name in columns}
+        runs: list[Run] = []
+        results: dict[str, Ragged] = {}
+        for name, pieces in found.items():
+            results[name] = self._lay_out(name, pieces, buffers, runs)
+        self._reader.read(runs, self._refs(found))
+        for name, ragged in results.items():
+            if ragged.values.dtype == np.bool_ and ragged.values.size and int(ragged.values.view(np.uint8).max()) > 1:
+                raise ValueError(f"malformed block: column {name!r} has a bool that is neither 0 nor 1")
+        return results
+
+    def views(self, column: str) -> list[Ragged]:
+        """A column of all rows without a copy: pieces in row order, each of which lies in one block. Read-only.
+
+        Only where the payload is on this node. Errors as for `packed`; the views hold as long as the lease.
+        """
+        pieces = []
+        for segment in self._segments(column):
+            block = self._reader.open(segment.ref)
+            values = block.column(column)
+            pieces += [self._piece(values, column, run) for run in self._runs_of(segment, column, block)]
+        return pieces
+
+    def _pieces(self, column: str) -> list[tuple[BlockRef, Any, tuple[int, int]]]:
+        """(block reference, column, [first, end) of its rows) for each run of a column."""
+        found = []
+        segments = self._segments(column)
+        for segment, block in zip(segments, self._reader.heads([one.ref for one in segments]), strict=True):
+            values = block.column(column)
+            found += [(segment.ref, values, run) for run in self._runs_of(segment, column, block)]
+        return found
+
+    def _lay_out(self, name: str, pieces: list[Any], buffers: Buffers, runs: list[Run]) -> Ragged:
+        """Room for a column in kept memory; appends what has to be read into it."""
+        parts = [self._piece(values, name, run) for _, values, run in pieces]
+        first = parts[0]
+        if any(
+            part.values.dtype != first.values.dtype or part.shapes.shape[1] != first.shapes.shape[1] for part in parts
+        ):
+            raise ValueError(f"column {name!r} has values of several dtypes or numbers of dimensions")
+        if len(parts) == 1:
+            ends, shapes = first.ends, first.shapes
+        else:
+            starts = np.cumsum([0, *(part.ends[-1] for part in parts)])
+            ends = np.concatenate([[0], *(part.ends[1:] + start for part, start in zip(parts, starts, strict=False))])
+            shapes = np.concatenate([part.shapes for part in parts])
+        values = buffers.take(name, first.values.dtype, int(ends[-1]))
+        out, at = values.view(np.uint8), 0
+        for ref, column, run in pieces:
+            offset, nbytes = column.span(*run)
+            if nbytes:
+                runs.append(Run(ref, offset, out[at : at + nbytes]))
+            at += nbytes
+        return Ragged(values, ends, shapes, first.is_bfloat16)
+
+    @staticmethod
+    def _piece(values: Any, name: str, run: tuple[int, int]) -> Ragged:
+        try:
+            return values.piece(*run)
+        except ValueError as error:
+            raise ValueError(f"column {name!r} cannot be packed: {error}") from error
+
+    @staticmethod
+    def _refs(found: dict[str, list[tuple[BlockRef, Any, tuple[int, int]]]]) -> list[BlockRef]:
+        return list(dict.fromkeys(ref for pieces in found.values() for ref, _, _ in pieces))
+
+    def _segments(self, column: str) -> list[_Segment]:
+        """Where a column lies: neighbours in one block are one segment. Counted in groups for a group's own column."""
+        if self._entries and column in self._entries[0].shared:
+            refs = [(self._own_ref(entry, column), 1) for entry in self._entries]
+        else:
+            refs = []
+            for entry in self._entries:
+                where = self._where(entry, column)
+                if type(where) is BlockRef:
+                    refs.append((where, len(entry.samples)))
+                else:
+                    refs += [(ref, 1) for ref in where]
+        segments: list[_Segment] = []
+        at = first = 0
+        last: BlockRef | None = None
+        for ref, count in refs:
+            if last is not None and ref is not last and ref != last:
+                segments.append(_Segment(last, first, at))
+                first = at
+            last = ref
+            at += count
+        if last is not None:
+            segments.append(_Segment(last, first, at))
+        return segments
+
+    def _runs_of(self, segment: _Segment, column: str, block: Any) -> list[tuple[int, int]]:
+        if column in self._entries[0].shared:
+            own = [(entry.group_id, OWN) for entry in self._entries[segment.first : segment.end]]
+            return block.runs_of(np.array(own, np.int64))
+        key = (segment.ref, segment.first, segment.end)
+        if key not in self._runs:
+            self._runs[key] = block.runs_of(self._row_ids[segment.first : segment.end])
+        return self._runs[key]
+
+    @cached_property
+    def _count(self) -> int:
+        return sum(len(entry.samples) for entry in self._entries)
+
+    @cached_property
+    def _row_ids(self) -> np.ndarray:
+        """int64 [N, 2]: group id and sample index of each row."""
+        counts = [len(entry.samples) for entry in self._entries]
+        ids = np.empty((self._count, 2), np.int64)
+        ids[:, 0] = np.repeat([entry.group_id for entry in self._entries], counts)
+        ids[:, 1] = [index for entry in self._entries for index in entry.samples]
+        return ids
+
+    # One value after the other
+
     def _row_values(self, place: int, entry: GroupEntry, column: str) -> list[Any]:
         if column in entry.shared:
-            return [self.group(column)[place]] * len(entry.rows)
-        values = []
-        for row, refs in entry.rows:
-            if column not in refs:
-                raise KeyError(f"stage {self.stage!r} does not read column {column!r}: it reads {sorted(refs)}")
-            values.append(self._value(refs[column], row.group_id, row.sample_index, column))
-        return values
+            return [self.group(column)[place]] * len(entry.samples)
+        where = self._where(entry, column)
+        refs = [where] * len(entry.samples) if type(where) is BlockRef else where
+        return [self._value(ref, entry.group_id, index, column) for index, ref in zip(entry.samples, refs, strict=True)]
 
-    def _own_value(self, entry: GroupEntry, column: str) -> Any:
+    def _where(self, entry: GroupEntry, column: str) -> Any:
+        if column not in entry.refs:
+            raise KeyError(f"stage {self.stage!r} does not read column {column!r}: it reads {sorted(entry.refs)}")
+        return entry.refs[column]
+
+    def _own_ref(self, entry: GroupEntry, column: str) -> BlockRef:
         if column not in entry.shared:
             raise KeyError(
                 f"{column!r} is no column of a group that stage {self.stage!r} reads: {sorted(entry.shared)}"
             )
-        return self._value(entry.shared[column], entry.group_id, -1, column)
+        return entry.shared[column]
+
+    def _own_value(self, entry: GroupEntry, column: str) -> Any:
+        return self._value(self._own_ref(entry, column), entry.group_id, OWN, column)
 
     def _value(self, ref: BlockRef, group_id: int, sample_index: int, column: str) -> Any:
         block = self._reader.open(ref)

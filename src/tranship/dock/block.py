@@ -3,8 +3,10 @@
     header (64 bytes)  magic, format, flags, counts, total size, generation, checksum
     directory          per column: name, kind, dtype, number of dimensions, where its lengths and values lie
     row identities     int64 [N, 3]
-    per column         lengths: int64 [N, ndim] shapes, or int64 [N] bytes of each value;
-                       values: contiguous, in row order
+    lengths            per column: int64 [N, ndim] shapes, or int64 [N] bytes of each value
+    values             per column: contiguous, in row order
+
+What comes before the values is the head: it says where each value lies, so that a reader far away asks for it first.
 
 Every section starts at a multiple of 64 bytes; all numbers are little-endian. A column whose values are arrays of one
 dtype and number of dimensions is stored raw, and read without a copy; any other column is stored value by value
@@ -17,6 +19,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -67,8 +70,11 @@ class PackedBlock:
         at = align(at + ids.nbytes)
         for part in parts:
             part.lengths_at = at
-            part.values_at = align(at + part.lengths.nbytes)
-            at = align(part.values_at + part.nbytes)
+            at = align(at + part.lengths.nbytes)
+        self.head_bytes = at
+        for part in parts:
+            part.values_at = at
+            at = align(at + part.nbytes)
         self.nbytes = at
 
     def write_into(self, buffer: memoryview, *, generation: int = 0, checksum: bool = False) -> None:
@@ -107,8 +113,8 @@ class PackedBlock:
 
 def pack(rows: Sequence[SampleId], columns: Mapping[str, Sequence[Any]]) -> PackedBlock:
     """The block of some rows. ValueError if a column has another number of values, or a value cannot be carried."""
-    ids = np.array([tuple(row) for row in rows], dtype="<i8").reshape(len(rows), 3)
-    if len({(row[0], row[1]) for row in rows}) != len(rows):
+    ids = np.fromiter(chain.from_iterable(rows), "<i8", 3 * len(rows)).reshape(len(rows), 3)
+    if len({row[:2] for row in rows}) != len(rows):
         raise ValueError(f"a row stands twice in a block: {list(rows)[:8]}")
     parts = []
     for name, values in columns.items():
@@ -124,6 +130,8 @@ def pack(rows: Sequence[SampleId], columns: Mapping[str, Sequence[Any]]) -> Pack
 def _pack_column(name: bytes, values: Sequence[Any]) -> _Part:
     if len(name) >= 1 << 16:
         raise ValueError("the name is too long")
+    if isinstance(values, np.ndarray) and values.ndim > 1 and code_of(values.dtype) is not None:
+        return _pack_even(name, values)
     raw = _as_raw(values)
     if raw is None:
         packed = [pack_value(value) for value in values]
@@ -132,27 +140,45 @@ def _pack_column(name: bytes, values: Sequence[Any]) -> _Part:
         return _Part(name, _OBJECTS, 0, 0, lengths, len(joined), lambda out: out.__setitem__(slice(None), joined))
     code, arrays = raw
     ndim = arrays[0].ndim
-    lengths = np.array([array.shape for array in arrays], dtype="<i8").reshape(len(arrays), ndim)
-    nbytes = sum(array.size for array in arrays) * dtype_of(code).itemsize
+    if ndim == 1:
+        lengths = np.fromiter(map(len, arrays), "<i8", len(arrays)).reshape(len(arrays), 1)
+        count, flat = int(lengths.sum()), arrays
+    else:
+        lengths = np.array([array.shape for array in arrays], dtype="<i8").reshape(len(arrays), ndim)
+        count, flat = sum(array.size for array in arrays), [array.reshape(-1) for array in arrays]
+    nbytes = count * dtype_of(code).itemsize
 
     def write(out: memoryview) -> None:
-        flat = np.frombuffer(out, dtype_of(code))
-        np.concatenate([array.reshape(-1) for array in arrays], out=flat, casting="equiv")
+        np.concatenate(flat, out=np.frombuffer(out, dtype_of(code)), casting="equiv")
 
     return _Part(name, _RAW, code, ndim, lengths, nbytes, write)
 
 
+def _pack_even(name: bytes, values: np.ndarray) -> _Part:
+    """A column that is one array: its rows are the values, all of one shape."""
+    code = code_of(values.dtype)
+    assert code is not None, values.dtype
+    lengths = np.tile(np.array(values.shape[1:], "<i8"), (len(values), 1))
+
+    def write(out: memoryview) -> None:
+        np.copyto(np.frombuffer(out, dtype_of(code)).reshape(values.shape), values, casting="equiv")
+
+    return _Part(name, _RAW, code, values.ndim - 1, lengths, values.size * dtype_of(code).itemsize, write)
+
+
 def _as_raw(values: Sequence[Any]) -> tuple[int, list[np.ndarray]] | None:
     """The dtype code and the arrays, if the values are arrays of one dtype and number of dimensions."""
-    if not values:
+    if not len(values):
         return None
     kind = type(values[0])
-    if kind not in (np.ndarray, Bfloat16) or any(type(value) is not kind for value in values):
+    if kind not in (np.ndarray, Bfloat16) or len(set(map(type, values))) > 1:
         return None
     arrays = [value.bits for value in values] if kind is Bfloat16 else list(values)
-    code = BFLOAT16 if kind is Bfloat16 else code_of(arrays[0].dtype)
     first = arrays[0]
-    if code is None or any(array.dtype.name != first.dtype.name or array.ndim != first.ndim for array in arrays):
+    code = BFLOAT16 if kind is Bfloat16 else code_of(first.dtype)
+    if code is None or any(array.ndim != first.ndim for array in arrays):
+        return None
+    if any(code_of(dtype) != code_of(first.dtype) for dtype in {array.dtype for array in arrays}):
         return None
     return code, arrays
 
@@ -163,15 +189,41 @@ def _fill(buffer: memoryview, at: int, array: np.ndarray) -> None:
     buffer[end : align(end)] = bytes(align(end) - end)
 
 
-class Column:
-    """The values of one column, by row."""
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """The values of several rows one behind the other. values: [sum of the sizes]. ends: int64 [N + 1]: where in
+    `values` each row starts, and where the last one ends. shapes: int64 [N, ndim]. is_bfloat16: the values are bits."""
 
-    def __init__(self, data: memoryview, kind: int, dtype: int, ends: np.ndarray, shapes: np.ndarray | None) -> None:
+    values: np.ndarray
+    ends: np.ndarray
+    shapes: np.ndarray
+    is_bfloat16: bool = False
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        """The value of a row, as a view (bfloat16: its bits)."""
+        return self.values[int(self.ends[row]) : int(self.ends[row + 1])].reshape(self.shapes[row])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [N]: how many items each row has."""
+        return np.diff(self.ends)
+
+
+class Column:
+    """The values of one column, by row. values_at: where they start in the block."""
+
+    def __init__(
+        self, data: memoryview, kind: int, dtype: int, ends: np.ndarray, shapes: np.ndarray | None, values_at: int
+    ) -> None:
         self._kind = kind
-        self._is_bfloat16 = kind == _RAW and dtype == BFLOAT16
+        self._dtype = dtype
         self._values = np.frombuffer(data, dtype_of(dtype)) if kind == _RAW else data
         self._ends = ends
         self._shapes = shapes
+        self._values_at = values_at
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -186,7 +238,22 @@ class Column:
             return unpack_value(value)
         assert isinstance(value, np.ndarray)
         array = value.reshape(self._shapes[row])
-        return Bfloat16(array) if self._is_bfloat16 else array
+        return Bfloat16(array) if self._dtype == BFLOAT16 else array
+
+    def span(self, first: int, end: int) -> tuple[int, int]:
+        """Where the values of the rows [first, end) lie in the block: (offset, number of bytes)."""
+        itemsize = dtype_of(self._dtype).itemsize if self._kind == _RAW else 1
+        start, stop = int(self._ends[first]), int(self._ends[end])
+        return self._values_at + start * itemsize, (stop - start) * itemsize
+
+    def piece(self, first: int, end: int) -> Ragged:
+        """The values of the rows [first, end) where they lie. ValueError if they are not arrays of one dtype."""
+        if self._shapes is None:
+            raise ValueError("its values are not arrays of one dtype and number of dimensions")
+        start = self._ends[first]
+        values = self._values[int(start) : int(self._ends[end])]
+        assert isinstance(values, np.ndarray)
+        return Ragged(values, self._ends[first : end + 1] - start, self._shapes[first:end], self._dtype == BFLOAT16)
 
 
 class Block:
@@ -199,10 +266,11 @@ class Block:
         self._columns = columns
 
     @staticmethod
-    def parse(data: memoryview | bytes | bytearray, *, verify: bool = False) -> Block:
+    def parse(data: memoryview | bytes | bytearray, *, verify: bool = False, head_only: bool = False) -> Block:
         """The block at the start of `data`. ValueError if it is malformed.
 
-        verify: compare the checksum too, and refuse a block that has none.
+        verify: compare the checksum too, and refuse a block that has none. head_only: the values are not there yet, and
+        their bytes are not looked at.
         """
         view = memoryview(data).cast("B").toreadonly()
         if len(view) < ALIGNMENT:
@@ -217,7 +285,30 @@ class Block:
             _verify(view, flags, checksum)
         ids_at = align(ALIGNMENT + directory)
         ids = _table(view, ids_at, num_rows * 3).reshape(num_rows, 3)
-        return Block(view, generation, ids, _parse_columns(view, ALIGNMENT, directory, num_columns, num_rows))
+        columns = _parse_columns(view, ALIGNMENT, directory, num_columns, num_rows, check_values=not head_only)
+        return Block(view, generation, ids, columns)
+
+    @staticmethod
+    def head_bytes(data: memoryview, nbytes: int) -> int:
+        """How long the head of a block of `nbytes` bytes is, from its first bytes. ValueError if it is malformed."""
+        if len(data) < ALIGNMENT:
+            raise ValueError(f"malformed block: {len(data)} bytes, shorter than a header")
+        magic, version, _, num_columns, num_rows, directory, _, _, _ = _HEADER.unpack_from(data)
+        if magic != _MAGIC or version != 1:
+            raise ValueError("malformed block: not the header of a block")
+        length = align(align(ALIGNMENT + directory) + 24 * num_rows)
+        if ALIGNMENT + directory > len(data):
+            return min(nbytes, length)
+        at = ALIGNMENT
+        for _ in range(num_columns):
+            if at + _COLUMN.size > ALIGNMENT + directory:
+                raise ValueError("malformed block: the directory is cut off")
+            name_bytes, kind, _, ndim, lengths_at, _, _ = _COLUMN.unpack_from(data, at)
+            at += _COLUMN.size + name_bytes
+            length = max(length, align(lengths_at + 8 * num_rows * (ndim if kind == _RAW else 1)))
+        if length > nbytes:
+            raise ValueError(f"malformed block: a head of {length} bytes in a block of {nbytes}")
+        return length
 
     @property
     def column_names(self) -> tuple[str, ...]:
@@ -236,6 +327,17 @@ class Block:
     def row_of(self, group_id: int, sample_index: int) -> int:
         """Which row is that sample. KeyError if none is."""
         return self._row_of[group_id, sample_index]
+
+    def runs_of(self, ids: np.ndarray) -> list[tuple[int, int]]:
+        """Where rows lie, given their (group id, sample index) as int64 [n, 2], in that order: runs of neighbours, each
+        [first, end). KeyError if one of them is not here."""
+        own = self._ids[:, :2]
+        starts = np.flatnonzero((own == ids[0]).all(axis=1))
+        if len(starts) and np.array_equal(own[starts[0] : starts[0] + len(ids)], ids):
+            return [(int(starts[0]), int(starts[0]) + len(ids))]
+        places = np.array([self._row_of[group_id, index] for group_id, index in ids.tolist()])
+        breaks = np.flatnonzero(np.diff(places) != 1) + 1
+        return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, breaks)]
 
     def column(self, name: str) -> Column:
         """A column. KeyError if the block has none of that name."""
@@ -259,7 +361,9 @@ def _table(view: memoryview, at: int, count: int) -> np.ndarray:
     return np.frombuffer(_section(view, at, 8 * count), "<i8")
 
 
-def _parse_columns(view: memoryview, at: int, nbytes: int, num_columns: int, num_rows: int) -> dict[str, Column]:
+def _parse_columns(
+    view: memoryview, at: int, nbytes: int, num_columns: int, num_rows: int, *, check_values: bool
+) -> dict[str, Column]:
     end = at + nbytes
     if end > len(view) or nbytes < num_columns * _COLUMN.size:
         raise ValueError(f"malformed block: a directory of {nbytes} bytes for {num_columns} columns")
@@ -277,32 +381,48 @@ def _parse_columns(view: memoryview, at: int, nbytes: int, num_columns: int, num
             raise ValueError(f"malformed block: column {name!r} stands twice")
         values = _section(view, values_at, values_bytes)
         if kind == _RAW:
-            columns[name] = _parse_raw(view, name, dtype, ndim, lengths_at, values, num_rows)
+            columns[name] = _parse_raw(view, name, dtype, ndim, lengths_at, values, values_at, num_rows)
+            if check_values and dtype_of(dtype) == np.bool_:
+                check_bools(name, values)
         elif kind == _OBJECTS:
             sizes = _table(view, lengths_at, num_rows)
-            columns[name] = Column(values, kind, 0, _ends(name, sizes, values_bytes, 1), None)
+            columns[name] = Column(values, kind, 0, _ends(name, sizes, values_bytes, 1), None, values_at)
         else:
             raise ValueError(f"malformed block: column {name!r} is of an unknown kind {kind}")
     return columns
 
 
 def _parse_raw(
-    view: memoryview, name: str, dtype: int, ndim: int, lengths_at: int, values: memoryview, num_rows: int
+    view: memoryview,
+    name: str,
+    dtype: int,
+    ndim: int,
+    lengths_at: int,
+    values: memoryview,
+    values_at: int,
+    num_rows: int,
 ) -> Column:
     if ndim > _MAX_NDIM:
         raise ValueError(f"malformed block: column {name!r} has {ndim} dimensions")
     shapes = _table(view, lengths_at, num_rows * ndim).reshape(num_rows, ndim)
-    if shapes.size and int(shapes.min()) < 0:
-        raise ValueError(f"malformed block: column {name!r} has a negative length")
-    # Products in float64 first, since those in int64 could wrap around. A 0 makes a product 0 whatever else is there.
-    rough = np.prod(np.maximum(shapes, 1), axis=1, dtype=np.float64)
-    if rough.size and float(rough.max()) >= 2.0**60:
-        raise ValueError(f"malformed block: column {name!r} has a value of impossible size")
-    sizes = np.prod(shapes, axis=1, dtype=np.int64)
+    if ndim == 1:
+        sizes = shapes[:, 0]
+    else:
+        if shapes.size and int(shapes.min()) < 0:
+            raise ValueError(f"malformed block: column {name!r} has a negative length")
+        # Products in float64 first: those in int64 could wrap around. A 0 makes a product 0 whatever else is there.
+        rough = np.prod(np.maximum(shapes, 1), axis=1, dtype=np.float64)
+        if rough.size and float(rough.max()) >= 2.0**60:
+            raise ValueError(f"malformed block: column {name!r} has a value of impossible size")
+        sizes = np.prod(shapes, axis=1, dtype=np.int64)
     ends = _ends(name, sizes, len(values), dtype_of(dtype).itemsize)
-    if dtype_of(dtype) == np.bool_ and len(values) and int(np.frombuffer(values, np.uint8).max()) > 1:
+    return Column(values, _RAW, dtype, ends, shapes, values_at)
+
+
+def check_bools(name: str, values: memoryview) -> None:
+    """ValueError if the bytes of a column of bools hold something else."""
+    if len(values) and int(np.frombuffer(values, np.uint8).max()) > 1:
         raise ValueError(f"malformed block: column {name!r} has a bool that is neither 0 nor 1")
-    return Column(values, _RAW, dtype, ends, shapes)
 
 
 def _ends(name: str, sizes: np.ndarray, nbytes: int, itemsize: int) -> np.ndarray:

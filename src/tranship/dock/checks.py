@@ -31,16 +31,38 @@ def check_admissions(groups: Sequence[Admission], table: GroupTable, ledger: Led
             raise ValueError(f"group {group_id} cannot be admitted: {ledger.outcome(group_id) or 'its id is negative'}")
 
 
-def rows_to_publish(rows: Sequence[SampleId], lease: Lease | None, table: GroupTable) -> list[tuple[SampleId, Group]]:
-    """The rows that a message brings columns of, with their groups.
+def rows_to_publish(
+    rows: Sequence[SampleId], columns: Sequence[str], lease: Lease | None, table: GroupTable
+) -> tuple[list[Group], list[tuple[SampleId, Group]]]:
+    """The groups of which a message brings columns for all samples that none had before, and the other rows, with
+    their groups.
 
     Rows whose group was taken away from the lease are passed over. StaleLease if no others are left, or if the lease
     never covered one; ValueError for a row that does not exist.
     """
-    kept = [row for row in rows if lease is None or row.group_id not in lease.revoked]
-    if rows and not kept:
+    revoked = () if lease is None else lease.revoked
+    whole: list[Group] = []
+    single: list[tuple[SampleId, Group]] = []
+    at = 0
+    while at < len(rows):
+        row = rows[at]
+        group = None if row.group_id in revoked else table.get(row.group_id)
+        if group is not None and row.sample_index == 0 and _is_whole(group, rows[at : at + group.size], columns, lease):
+            whole.append(group)
+            at += group.size
+            continue
+        if row.group_id not in revoked:
+            single.append((row, _group_of(row, lease, table)))
+        at += 1
+    if rows and not whole and not single:
         raise StaleLease(f"the groups of {list(rows)[:4]} have left the dock")
-    return [(row, _group_of(row, lease, table)) for row in kept]
+    return whole, single
+
+
+def _is_whole(group: Group, rows: Sequence[SampleId], columns: Sequence[str], lease: Lease | None) -> bool:
+    """Whether these are all samples of a group that a lease covers as a whole, and the columns are new to it."""
+    covered = lease is None or group.group_id in lease.keys
+    return covered and group.is_all_of(rows) and group.has_none_of(columns)
 
 
 def _group_of(row: SampleId, lease: Lease | None, table: GroupTable) -> Group:

@@ -8,11 +8,14 @@ from typing import Any
 from tranship.dock.batch import Batch
 from tranship.dock.block import pack
 from tranship.dock.errors import StaleLease, StaleSlab
+from tranship.dock.frames import node_of
 from tranship.dock.group import OWN
+from tranship.dock.link import DockLink
 from tranship.dock.messages import Admission, Answer, BlockRef, Kind, Publish, Status
-from tranship.dock.reader import BlockReader
+from tranship.dock.reader import BlockReader, LocalReader
+from tranship.dock.remote import RemoteReader
 from tranship.dock.writer import BlockWriter
-from tranship.types import SampleId
+from tranship.types import RunError, SampleId, UserError
 
 
 class DockClient:
@@ -21,7 +24,9 @@ class DockClient:
     call(method, *args, **kwargs): runs a method of a Dock, here or elsewhere, and returns or raises what it does.
     owner: this client's name, its own in the run: leases and slabs are counted on it. wait_s: how long a put waits for
     room (where all is in one process it does not wait, since nobody else could make room). seen_seq: a `seq` of the
-    dock that is known here without a message; by default the dock is asked.
+    dock that is known here without a message; by default the dock is asked. can_park: `call` also takes `wait_s`, and
+    the dock then answers when it has something to give (see DockService). reader: how the payload is read (None: on
+    this node); a client that reads over the network cannot put.
     """
 
     def __init__(
@@ -31,13 +36,35 @@ class DockClient:
         *,
         wait_s: float,
         seen_seq: Callable[[], int] | None = None,
+        can_park: bool = False,
+        reader: BlockReader | None = None,
     ) -> None:
         self._call = call
         self._owner = owner
         self._seen_seq = seen_seq
-        self._reader = BlockReader(call)
-        self._writer = BlockWriter(call, owner, wait_s=wait_s if self._reader.is_shared else 0.0)
+        self._can_park = can_park
+        self._writer: BlockWriter | None = None
+        if reader is None:
+            reader = LocalReader(call)
+            wait_s = wait_s if reader.is_shared else 0.0
+            self._writer = BlockWriter(call, owner, wait_s=wait_s, can_park=can_park)
+        self._reader: BlockReader = reader
         self._empty: dict[str, dict[tuple[Kind, ...], tuple[int | None, Answer]]] = {}
+
+    @classmethod
+    def connect(cls, address: str, secret: bytes, owner: str, *, wait_s: float, node: str | None = None) -> DockClient:
+        """A client of a dock that a DockService hosts; the payload is mapped if it is on this node, else fetched.
+
+        node: where this client is (None: here, see frames.node_of). Raises ConnectionLost, and UserError if the payload
+        is on another node whose dock serves none.
+        """
+        link = DockLink(address, secret, owner)
+        place = link.place
+        if place.folder is not None and place.node == (node or node_of(place.folder)):
+            return cls(link.call, owner, wait_s=wait_s, can_park=True)
+        if place.runs is None:
+            raise UserError(f"the payload of the dock at {address} is on another node ({place.node}), and not served")
+        return cls(link.call, owner, wait_s=wait_s, can_park=True, reader=RemoteReader(place.runs, secret))
 
     # Rows go in
 
@@ -86,19 +113,38 @@ class DockClient:
     # Rows come out
 
     def take(
-        self, stage: str, *, max_groups: int, version: int | None = None, kinds: Sequence[Kind] = ("train",)
+        self,
+        stage: str,
+        *,
+        max_groups: int,
+        version: int | None = None,
+        kinds: Sequence[Kind] = ("train",),
+        done: Sequence[int] = (),
+        wait_s: float = 0.0,
     ) -> Batch | None:
-        """Up to max_groups whole groups (see Dock.take); None if there are none now."""
-        return self._ask("take", stage, tuple(kinds), version, {"max_groups": max_groups, "version": version})
+        """Up to max_groups whole groups (see Dock.take); None if there are none now, or within wait_s.
 
-    def take_rows(self, stage: str, *, max_rows: int, kinds: Sequence[Kind] = ("train", "val")) -> Batch | None:
-        """Up to max_rows rows (see Dock.take_rows); None if there are none now."""
-        return self._ask("take_rows", stage, tuple(kinds), None, {"max_rows": max_rows})
+        done: leases that this message acknowledges first. wait_s: only where the dock can park a message (can_park).
+        """
+        asked = {"max_groups": max_groups, "version": version, "kinds": tuple(kinds)}
+        return self._ask("take", stage, tuple(kinds), version, asked, done, wait_s)
 
-    def take_batch(self, stage: str, *, groups: int) -> Batch | None:
-        """The batch of the dock's version (see Dock.take_batch); None if it is not complete."""
-        answer: Answer = self._call("ask", "take_batch", stage, self._owner, groups=groups)
-        return self._remember(stage, ("train",), None, answer)
+    def take_rows(
+        self,
+        stage: str,
+        *,
+        max_rows: int,
+        kinds: Sequence[Kind] = ("train", "val"),
+        done: Sequence[int] = (),
+        wait_s: float = 0.0,
+    ) -> Batch | None:
+        """Up to max_rows rows (see Dock.take_rows); None if there are none now, or within wait_s. done: as in take."""
+        asked = {"max_rows": max_rows, "kinds": tuple(kinds)}
+        return self._ask("take_rows", stage, tuple(kinds), None, asked, done, wait_s)
+
+    def take_batch(self, stage: str, *, groups: int, wait_s: float = 0.0) -> Batch | None:
+        """The batch of the dock's version (see Dock.take_batch); None if it is not complete now, or within wait_s."""
+        return self._ask("take_batch", stage, ("train",), None, {"groups": groups}, (), wait_s)
 
     def changed_since_last_take(
         self, stage: str, version: int | None = None, kinds: Sequence[Kind] | None = None
@@ -154,7 +200,7 @@ class DockClient:
     # The coordinator's
 
     def status(self) -> Status:
-        """seq, version and num_admissible."""
+        """A few numbers about the dock, in one message."""
         return self._call("status")
 
     @property
@@ -189,7 +235,8 @@ class DockClient:
     def close(self) -> None:
         """Forget the mappings of this process; the dock stays."""
         self._reader.close()
-        self._writer.forget()
+        if self._writer is not None:
+            self._writer.forget()
 
     # Inside
 
@@ -197,12 +244,21 @@ class DockClient:
         return self._call("status").seq if self._seen_seq is None else self._seen_seq()
 
     def _ask(
-        self, method: str, stage: str, kinds: tuple[Kind, ...], version: int | None, arguments: dict[str, Any]
+        self,
+        method: str,
+        stage: str,
+        kinds: tuple[Kind, ...],
+        version: int | None,
+        arguments: dict[str, Any],
+        done: Sequence[int],
+        wait_s: float,
     ) -> Batch | None:
-        answer: Answer = self._call("ask", method, stage, self._owner, kinds=kinds, **arguments)
-        return self._remember(stage, kinds, version, answer)
-
-    def _remember(self, stage: str, kinds: tuple[Kind, ...], version: int | None, answer: Answer) -> Batch | None:
+        assert self._can_park or not wait_s, "only a dock service lets a take wait"
+        if done:
+            arguments["done"] = list(done)
+        if wait_s:
+            arguments["wait_s"] = wait_s
+        answer: Answer = self._call("ask", method, stage, self._owner, **arguments)
         if answer.take is None:
             self._empty.setdefault(stage, {})[kinds] = (version, answer)
             return None
@@ -216,18 +272,21 @@ class DockClient:
         message: Callable[[BlockRef], tuple[str, Any]],
     ) -> None:
         """Write a block and tell the dock; once more in a new slab if this one was taken away meanwhile."""
+        writer = self._writer
+        if writer is None:
+            raise RunError(f"{self._owner} reads the dock from another node: rows are put where the dock's payload is")
         block = pack(rows, columns)
         for attempt in (1, 2):
-            ref = self._writer.write(block)
+            ref = writer.write(block)
             method, argument = message(ref)
             try:
                 self._call(method, argument)
             except StaleSlab:
-                self._writer.forget()
+                writer.forget()
                 if attempt == 2:
                     raise
             except (StaleLease, ValueError):
-                self._writer.take_back(ref)
+                writer.take_back(ref)
                 raise
             else:
                 return

@@ -55,13 +55,13 @@ class Controller:
             self._missing[key] = len(set(self.needs.reads)) + 1
         return [key for key in keys if self.arrived(key)]
 
-    def arrived(self, key: Key) -> bool:
-        """One more column that this stage reads is complete for a key; returns whether it is ready now."""
+    def arrived(self, key: Key, count: int = 1) -> bool:
+        """That many more columns that this stage reads are complete for a key; returns whether it is ready now."""
         missing = self._missing.get(key)
         if missing is None:
             return False
-        if missing > 1:
-            self._missing[key] = missing - 1
+        if missing > count:
+            self._missing[key] = missing - count
             return False
         del self._missing[key]
         self._queue(key).new[key] = None

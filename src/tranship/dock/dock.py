@@ -8,7 +8,7 @@ exactly once: a message under a lease that is over is refused (StaleLease), and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from tranship.dock.checks import check_admissions, check_order, groups_to_drop, 
 from tranship.dock.controller import Key
 from tranship.dock.errors import StaleLease
 from tranship.dock.flow import Flow
+from tranship.dock.group import Group
 from tranship.dock.leases import LeaseTable
 from tranship.dock.ledger import Ledger
 from tranship.dock.messages import (
@@ -30,7 +31,7 @@ from tranship.dock.messages import (
     Status,
     Take,
 )
-from tranship.dock.table import GroupTable, Ready
+from tranship.dock.table import GroupTable
 from tranship.dock.warehouse import Warehouse
 from tranship.dock.window import Unfinished, Window
 
@@ -42,8 +43,10 @@ class Dock:
     (oldest version of any token). on_stale: what happens to a group that would pass it: `finish_first` holds the next
     batch back until the group is done, `discard` drops it as too_stale. ordered: the batch of version v is the groups
     [v * batch_groups, (v + 1) * batch_groups), which the bound then allows without any group being waited for or
-    discarded (always so at K = 0). lease_s: how long a reader may be silent (its lease ends when a message of anybody
-    else finds it overdue). slab_bytes, capacity_bytes, shared, root: see Warehouse. clock: seconds.
+    discarded (always so at K = 0). refill: a dropped group gives its place in a batch up, and another one may be
+    admitted for it; an ordered batch is then the first batch_groups ids that were not dropped. lease_s: how long a
+    reader may be silent (its lease ends when a message of anybody else finds it overdue). slab_bytes, capacity_bytes,
+    shared, root: see Warehouse. clock: seconds.
 
     seq goes up with every change that could unblock someone. version is that of the batch that is trained on next.
     """
@@ -61,6 +64,7 @@ class Dock:
         capacity_bytes: int,
         shared: bool,
         ordered: bool,
+        refill: bool = False,
         clock: Callable[[], float] = time.monotonic,
         root: Path | None = None,
     ) -> None:
@@ -71,7 +75,7 @@ class Dock:
         self._flow = Flow(
             GroupTable(stages, self._warehouse),
             LeaseTable(lease_s),
-            Window(batch_groups, staleness, ordered or staleness == 0),
+            Window(batch_groups, staleness, ordered or staleness == 0, refill),
             clock,
         )
         self._discards = on_stale == "discard"
@@ -89,9 +93,10 @@ class Dock:
         return self._flow.window.version
 
     def status(self) -> Status:
-        """seq, version and num_admissible in one message."""
+        """A few numbers in one message."""
         self._expire()
-        return Status(self.seq, self.version, self.num_admissible())
+        window = self._flow.window
+        return Status(self.seq, self.version, window.num_admissible, window.newest_version, window.num_unconsumed)
 
     def num_admissible(self) -> int:
         """How many training groups may be admitted now: (staleness + 1) * batch_groups less those not consumed yet."""
@@ -119,23 +124,29 @@ class Dock:
         """
         self._expire(publish.lease)
         lease = None if publish.lease is None else self._flow.lease(publish.lease)
-        rows = rows_to_publish(publish.rows, lease, self._flow.table)
+        table = self._flow.table
+        whole, rows = rows_to_publish(publish.rows, publish.columns, lease, table)
         self._warehouse.check_block(publish.block, publish.owner)
-        new = [(row, group, self._flow.table.missing(row, group, publish.columns)) for row, group in rows]
+        new = [(row, group, table.missing(row, group, publish.columns)) for row, group in rows]
         new = [(row, group, columns) for row, group, columns in new if columns]
-        sampled = {group.group_id: (group, self._flow.bound.sampled_version(group, publish)) for _, group, _ in new}
-        for group, version in sampled.values():
+        if publish.sampled_version is not None or lease is not None:
+            self._declare(dict.fromkeys([*whole, *(group for _, group, _ in new)]), publish)
+        ready = table.store_whole(whole, publish.columns, publish.block) if whole else []
+        for row, group, columns in new:
+            ready += table.store(group, row, columns, publish.block)
+        self._flow.resolve(ready)
+        self._changed()
+
+    def _declare(self, groups: Iterable[Group], publish: Publish) -> None:
+        """The groups hold tokens of the version that a message says. ValueError, before any change, if they may not."""
+        sampled = [(group, self._flow.bound.sampled_version(group, publish)) for group in groups]
+        for group, version in sampled:
             if version is not None and not self._flow.bound.may_declare(group, version):
                 raise ValueError(f"group {group.group_id} may not hold tokens of version {version}: {self._flow.bound}")
-        for group, version in sampled.values():
+        for group, version in sampled:
             if version is not None:
                 published = version if group.published is None else min(group.published, version)
                 self._flow.bound.set_versions(group, group.declared, published)
-        ready: list[Ready] = []
-        for row, group, columns in new:
-            ready += self._flow.table.store(group, row, columns, publish.block)
-        self._flow.resolve(ready)
-        self._changed()
 
     # Rows go out
 
@@ -278,7 +289,8 @@ class Dock:
         self._changed()
 
     def drop(self, group_ids: Sequence[int], reason: str, lease: int | None) -> None:
-        """Groups leave for a reason ("filtered", "invalid:<why>", ...). Their places in a batch stay, empty.
+        """Groups leave for a reason ("filtered", "invalid:<why>", ...). Their places in a batch stay, empty; with
+        refill they are given up.
 
         lease: under which they were taken (None: the coordinator's decision); it ends when nothing of it is left.
         StaleLease, and nothing changes, if it does not cover them, or if they are not here.
@@ -346,9 +358,16 @@ class Dock:
         self._warehouse.seal(reader)
         self._changed()
 
-    def ask(self, method: str, *args: Any, **kwargs: Any) -> Answer:
-        """The answer of `take`, `take_rows` or `take_batch`, with the `seq` at which it was given."""
+    def ask(self, method: str, *args: Any, done: Sequence[int] = (), **kwargs: Any) -> Answer:
+        """The answer of `take`, `take_rows` or `take_batch`, with the `seq` at which it was given.
+
+        done: leases that are acknowledged before; if one is over, StaleLease, and nothing is taken.
+        """
         assert method in ("take", "take_rows", "take_batch"), method
+        for lease in done:
+            self._flow.lease(lease)
+        for lease in done:
+            self.ack(lease)
         take = getattr(self, method)(*args, **kwargs)
         return Answer(take, self.seq, self._refused)
 
@@ -373,7 +392,7 @@ class Dock:
         self.ledger.restore(snapshot["ledger"])
         self._attempts = dict(snapshot["in_flight"])
         again = sorted(self._attempts)
-        if self._flow.window.ordered:
+        if self._flow.window.ordered and not self._flow.window.refill:
             dropped = {group_id for group_id, _ in tombstones}
             check_order(version, self._flow.window.batch, self.ledger, dropped, again)
         self._flow.window.restore(version, tombstones)
@@ -402,6 +421,10 @@ class Dock:
     def memory_use(self) -> MemoryUse:
         """How full the payload's memory is."""
         return self._warehouse.use()
+
+    def next_deadline(self) -> float | None:
+        """When the next lease is over if nobody speaks, by the dock's clock; None if there is no lease."""
+        return self._flow.leases.next_deadline()
 
     def _expire(self, *speakers: int | None) -> None:
         """End overdue leases. That of whoever speaks lives on: nobody has noticed its silence, so nobody was harmed."""

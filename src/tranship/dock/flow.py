@@ -54,7 +54,7 @@ class Flow:
         group = Group(admission.group_id, admission.size, admission.kind, attempt)
         if group.kind == "train":
             self.ledger.admit(group.group_id)
-            self.window.num_unconsumed += 1
+            self.window.admit(group.group_id)
         else:
             self.ledger.val_admitted += 1
         ready = self.table.admit(group)
@@ -158,7 +158,7 @@ class Flow:
             self.table.free(group)
 
     def drop(self, group: Group, reason: str, by: Lease | None) -> None:
-        """A group leaves for a reason; a training group's place in a batch stays, empty."""
+        """A group leaves for a reason; a training group's place in a batch stays, empty, or is given up to another."""
         deadline = self.bound.deadline(group)
         self.leave(group, by)
         if group.kind == "val":
@@ -168,6 +168,8 @@ class Flow:
         if by is not None and by.window is not None:
             self.window.bury_in_batch(group.group_id)
             by.dropped.append(group.group_id)
+        elif self.window.refill:
+            self.window.forget(group.group_id, deadline)
         else:
             self.window.bury(group.group_id, deadline)
 

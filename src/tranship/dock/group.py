@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
-from tranship.dock.messages import BlockRef, GroupEntry, Kind
+from tranship.dock.messages import BlockRef, GroupEntry, Kind, Where
 from tranship.types import SampleId
 
 OWN = -1  # the sample index of a group's own columns
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """One group and its `size` samples.
 
-    columns: column -> sample index (or OWN) -> block. slabs: how many of its rows lie in each slab. declared: the
+    columns: column -> sample index (or OWN) -> block. whole: column -> the one block that brought it for all samples;
+    a column stands in one of the two. slabs: how many of its rows lie in each slab. declared: the
     policy version at which a sampler took it; published: the oldest version of the tokens that came back;
     start_lease: under which lease it was taken to be sampled. pins: leases that may still read it. in_batch: it is
     being trained on. here: it has not left the dock.
@@ -27,6 +29,7 @@ class Group:
     kind: Kind
     attempt: int
     columns: dict[str, dict[int, BlockRef]] = field(default_factory=dict)
+    whole: dict[str, BlockRef] = field(default_factory=dict)
     slabs: Counter[int] = field(default_factory=Counter)
     declared: int | None = None
     published: int | None = None
@@ -42,18 +45,27 @@ class Group:
             return self.published if self.declared is None else self.declared
         return min(self.declared, self.published)
 
+    def is_all_of(self, rows: Sequence[SampleId]) -> bool:
+        """Whether these are all of its samples, in order."""
+        return rows == list(zip(repeat(self.group_id), range(self.size), repeat(self.attempt)))
+
     def has(self, column: str, sample_index: int) -> bool:
         """Whether a row has a column, of its own or from its group."""
         refs = self.columns.get(column, {})
-        return sample_index in refs or OWN in refs
+        return sample_index in refs or OWN in refs or column in self.whole
+
+    def has_none_of(self, columns: Sequence[str]) -> bool:
+        """Whether no row of it has any of the columns."""
+        return self.whole.keys().isdisjoint(columns) and self.columns.keys().isdisjoint(columns)
 
     def is_complete(self, column: str) -> bool:
         """Whether every sample has a column."""
         refs = self.columns.get(column, {})
-        return OWN in refs or len(refs) == self.size
+        return OWN in refs or len(refs) == self.size or column in self.whole
 
     def store(self, column: str, sample_index: int, ref: BlockRef) -> list[int]:
         """Record where a column of a row lies; returns the sample indices that have it only now."""
+        assert column not in self.whole, column
         refs = self.columns.setdefault(column, {})
         new = [index for index in range(self.size) if index not in refs] if sample_index == OWN else [sample_index]
         refs[sample_index] = ref
@@ -65,10 +77,18 @@ class Group:
 
     def entry(self, reads: Sequence[str], indices: Sequence[int] | None = None) -> GroupEntry:
         """What a reader of some columns needs to find them, for some samples (None: all)."""
-        shared = {column: self.columns[column][OWN] for column in reads if OWN in self.columns[column]}
-        refs = [(column, self.columns[column]) for column in reads if column not in shared]
-        rows = tuple(
-            (self.sample(index), {column: ref[index] for column, ref in refs})
-            for index in (range(self.size) if indices is None else indices)
-        )
-        return GroupEntry(self.group_id, self.size, self.kind, self.attempt, shared, rows, self.oldest_version)
+        samples = tuple(range(self.size) if indices is None else indices)
+        if self.whole.keys() >= set(reads):
+            own: dict[str, Where] = {column: self.whole[column] for column in reads}
+            return GroupEntry(self.group_id, self.size, self.kind, self.attempt, {}, samples, own, self.oldest_version)
+        shared: dict[str, BlockRef] = {}
+        refs: dict[str, Where] = {}
+        for column in reads:
+            if column in self.whole:
+                refs[column] = self.whole[column]
+            elif OWN in (partial := self.columns[column]):
+                shared[column] = partial[OWN]
+            else:
+                each = tuple(partial[index] for index in samples)
+                refs[column] = each[0] if each.count(each[0]) == len(each) else each
+        return GroupEntry(self.group_id, self.size, self.kind, self.attempt, shared, samples, refs, self.oldest_version)

@@ -87,6 +87,10 @@ class LeaseTable:
             over.append(lease)
         return over
 
+    def next_deadline(self) -> float | None:
+        """The earliest deadline; None without leases."""
+        return next((lease.deadline for lease in self._leases.values()), None)
+
     def of_reader(self, reader: str) -> list[Lease]:
         """The leases of one reader."""
         return [lease for lease in self._leases.values() if lease.reader == reader]

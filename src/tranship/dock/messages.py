@@ -20,6 +20,9 @@ class BlockRef(NamedTuple):
     nbytes: int
 
 
+Where = BlockRef | tuple[BlockRef, ...]
+
+
 @dataclass(frozen=True)
 class StageNeeds:
     """A stage as the dock knows it: its name, the columns it reads, and whether it takes whole groups or rows."""
@@ -60,9 +63,9 @@ class Publish:
     sampled_version: int | None = None
 
 
-@dataclass(frozen=True)
-class GroupEntry:
-    """A taken group. shared: its own columns. rows: the taken samples, each with the blocks of its columns.
+class GroupEntry(NamedTuple):
+    """A taken group. shared: the blocks of its own columns. samples: the indices of the taken samples. refs: for each
+    of the other columns the block that holds it for all of these samples, or one block per sample.
 
     oldest_version: the oldest policy version of any of its tokens; None before it is sampled.
     """
@@ -72,7 +75,8 @@ class GroupEntry:
     kind: Kind
     attempt: int
     shared: dict[str, BlockRef]
-    rows: tuple[tuple[SampleId, dict[str, BlockRef]], ...]
+    samples: tuple[int, ...]
+    refs: dict[str, Where]
     oldest_version: int | None = None
 
 
@@ -105,11 +109,16 @@ class Answer(NamedTuple):
 
 
 class Status(NamedTuple):
-    """A few numbers about the dock, in one message."""
+    """A few numbers about the dock, in one message.
+
+    num_trained: batches trained on. num_unconsumed: training groups that were admitted and are in no such batch.
+    """
 
     seq: int
     version: int
     num_admissible: int
+    num_trained: int
+    num_unconsumed: int
 
 
 @dataclass(frozen=True)

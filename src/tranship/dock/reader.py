@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from tranship.dock.block import Block
 from tranship.dock.messages import BlockRef
@@ -14,10 +16,37 @@ _SLABS_KEPT = 256
 _BLOCKS_KEPT = 1024
 
 
-class BlockReader:
-    """Blocks by reference. call reaches the dock; only where the payload is memory of this process it is asked for it.
+class Run(NamedTuple):
+    """Bytes to be read: from `offset` in a block, as many as fit into `out` (uint8)."""
 
-    A block that nobody holds any more may be forgotten and is then parsed again.
+    ref: BlockRef
+    offset: int
+    out: np.ndarray
+
+
+class BlockReader(Protocol):
+    """Blocks by reference, wherever they lie. StaleSlab if a slab has been recycled."""
+
+    def open(self, ref: BlockRef) -> Block:
+        """A block, read-only."""
+        ...
+
+    def heads(self, refs: Sequence[BlockRef]) -> list[Block]:
+        """Blocks of which the values may not be here yet: only where they lie may be asked."""
+        ...
+
+    def read(self, runs: Sequence[Run], refs: Sequence[BlockRef]) -> None:
+        """Fill the runs, which lie in the blocks `refs`, with the bytes of these blocks; else raise StaleSlab."""
+        ...
+
+    def close(self) -> None:
+        """Forget everything; values that are still in use keep their memory."""
+        ...
+
+
+class LocalReader:
+    """Maps the slabs of this node. call reaches the dock; only where the payload is memory of this process it is asked
+    for it. A block that nobody holds any more may be forgotten and is then parsed again.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -43,6 +72,19 @@ class BlockReader:
         else:
             check_generation(memory, ref.slab, ref.generation)
         return block
+
+    def heads(self, refs: Sequence[BlockRef]) -> list[Block]:
+        """The blocks."""
+        return [self.open(ref) for ref in refs]
+
+    def read(self, runs: Sequence[Run], refs: Sequence[BlockRef]) -> None:
+        """Copy each run; StaleSlab if a slab was recycled before the end."""
+        for ref, offset, out in runs:
+            start = ref.offset + offset
+            source = np.frombuffer(self._memory(ref.slab)[start : start + len(out)], np.uint8)
+            np.copyto(out, source)
+        for ref in refs:
+            check_generation(self._memory(ref.slab), ref.slab, ref.generation)
 
     def close(self) -> None:
         """Forget all mappings; values that are still in use keep theirs."""

@@ -42,13 +42,14 @@ def check_generation(memory: memoryview, slab: int, generation: int) -> None:
 
 
 def map_file(path: str | Path, *, writable: bool) -> memoryview:
-    """The memory of a shared slab. StaleSlab if its file is gone."""
+    """The memory of a shared slab, all pages mapped now: one by one costs more. StaleSlab if its file is gone."""
     try:
         descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     except FileNotFoundError as error:
         raise StaleSlab(f"slab {Path(path).name} is gone from {Path(path).parent}") from error
     try:
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        return memoryview(mmap.mmap(descriptor, 0, access=access))
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return memoryview(mmap.mmap(descriptor, 0, flags=flags, prot=protection))
     finally:
         os.close(descriptor)

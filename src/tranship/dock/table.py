@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tranship.dock.controller import Controller, Key
 from tranship.dock.group import OWN, Group
@@ -12,9 +12,10 @@ from tranship.dock.messages import BlockRef, StageNeeds
 from tranship.dock.warehouse import Warehouse
 from tranship.types import SampleId
 
+_SETS_KEPT = 1024
 
-@dataclass(frozen=True)
-class Ready:
+
+class Ready(NamedTuple):
     """Rows of a group became ready at a stage."""
 
     stage: str
@@ -32,6 +33,7 @@ class GroupTable:
         for controller in self.controllers.values():
             for column in dict.fromkeys(controller.needs.reads):
                 self._readers[column].append(controller)
+        self._readers_of_sets: dict[tuple[str, ...], list[tuple[Controller, int]]] = {}
         self._warehouse = warehouse
         self._groups: dict[int, Group] = {}
 
@@ -77,10 +79,43 @@ class GroupTable:
         self._warehouse.retain(ref.slab, 1)
         return ready
 
+    def _readers_of(self, columns: Sequence[str]) -> list[tuple[Controller, int]]:
+        """The controllers whose stage reads any of the columns, and how many of them."""
+        key = tuple(columns)
+        found = self._readers_of_sets.get(key)
+        if found is None:
+            names = [controller.needs.name for column in key for controller in self._readers.get(column, ())]
+            found = [(self.controllers[name], count) for name, count in Counter(names).items()]
+            if len(self._readers_of_sets) < _SETS_KEPT:
+                self._readers_of_sets[key] = found
+        return found
+
+    def store_whole(self, groups: Sequence[Group], columns: Sequence[str], ref: BlockRef) -> list[Ready]:
+        """Columns of all samples of groups, none of which had any of them. Returns where something became ready."""
+        readers = self._readers_of(columns)
+        refs = dict.fromkeys(columns, ref)
+        ready: list[Ready] = []
+        num_rows = 0
+        for group in groups:
+            group.whole.update(refs)
+            for controller, count in readers:
+                if controller.takes_groups:
+                    became_ready = controller.arrived(group.group_id, count)
+                else:
+                    keys = [(group.group_id, index) for index in range(group.size)]
+                    became_ready = sum(controller.arrived(key, count) for key in keys)
+                if became_ready:
+                    ready.append(Ready(controller.needs.name, group))
+            group.slabs[ref.slab] = group.slabs.get(ref.slab, 0) + group.size
+            num_rows += group.size
+        self._warehouse.retain(ref.slab, num_rows)
+        return ready
+
     def missing(self, row: SampleId, group: Group, columns: Sequence[str]) -> list[str]:
         """Those of the columns that a row does not have yet."""
         if row.sample_index == OWN:
-            return [column for column in columns if OWN not in group.columns.get(column, {})]
+            own = (column for column in columns if OWN not in group.columns.get(column, {}))
+            return [column for column in own if column not in group.whole]
         return [column for column in columns if not group.has(column, row.sample_index)]
 
     def leave(self, group: Group) -> dict[int, list[Key]]:

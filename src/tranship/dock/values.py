@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -64,6 +65,7 @@ def dtype_of(code: int) -> np.dtype:
     return DTYPES[code]
 
 
+@lru_cache(maxsize=256)
 def code_of(dtype: np.dtype) -> int | None:
     """The code of a dtype of either byte order; None if it cannot be stored."""
     return _CODES.get(dtype.name) if dtype.names is None else None

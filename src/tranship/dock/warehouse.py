@@ -71,6 +71,8 @@ class Warehouse:
             raise DockFull(
                 f"{owner} wants to put {min_bytes} bytes at once, and dock.capacity_bytes is {self._capacity}: raise it"
             )
+        # Whole multiples of the usual size, so that blocks of about one size are served by the same slabs again.
+        nbytes = min(self._capacity, -(-nbytes // self._slab_bytes) * self._slab_bytes)
         if owner in self._open:
             self._seal(self._slabs[self._open[owner]], abandoned=self._open[owner] != giving_up)
         slab = self._reuse(owner, nbytes) or self._create(owner, nbytes)
@@ -136,7 +138,7 @@ class Warehouse:
     def _recycle(self, slab: _Slab) -> None:
         if slab.live or slab.state != "sealed":
             return
-        if slab.abandoned or slab.nbytes > self._slab_bytes:
+        if slab.abandoned:
             self._remove(slab)
             return
         slab.state = "free"
@@ -147,9 +149,10 @@ class Warehouse:
         return (slab for slab in self._slabs.values() if slab.state == "free")
 
     def _reuse(self, owner: str, nbytes: int) -> _Slab | None:
-        """A free slab that is large enough: the owner's last one first, since its pages are mapped there."""
+        """A free slab that is large enough: one that the owner had first, since its pages are mapped there, and none
+        that is larger than need be."""
         fitting = (slab for slab in self._free() if slab.nbytes >= nbytes)
-        return min(fitting, key=lambda slab: (slab.owner != owner, slab.id), default=None)
+        return min(fitting, key=lambda slab: (slab.owner != owner, slab.nbytes, slab.id), default=None)
 
     def _create(self, owner: str, nbytes: int) -> _Slab | None:
         for slab in list(self._free()):
@@ -162,7 +165,10 @@ class Warehouse:
         slab = _Slab(self._next, nbytes, owner, None)
         if self._folder:
             if not self._create_file(slab):
-                return None
+                for free in list(self._free()):
+                    self._remove(free)
+                if not self._create_file(slab):
+                    return None
         else:
             slab.memory = memoryview(mmap.mmap(-1, nbytes))
         self._next += 1

@@ -2,13 +2,15 @@
 
 A group is *resolved* when it can be trained on, or when it was dropped: its place in a batch then stays, empty (a
 tombstone), so that a batch always consumes the same number of groups. Tombstones keep their group's deadline, so the
-bound on staleness is met exactly as if they were trained on.
+bound on staleness is met exactly as if they were trained on. With `refill` a dropped group gives its place up instead,
+another one may be admitted for it, and every batch is full.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,13 +33,15 @@ class Window:
     """The choice of batches: `batch` groups each, with every group at most `staleness` versions old.
 
     ordered: the batch of version v consists of the ids [v * batch, (v + 1) * batch); otherwise of the resolved groups
-    with the earliest deadlines. state: whether the batch of `version` is with a reader, or has been trained on.
+    with the earliest deadlines. With refill an ordered batch is the first `batch` ids that were not dropped. state:
+    whether the batch of `version` is with a reader, or has been trained on.
     """
 
-    def __init__(self, batch: int, staleness: int, ordered: bool) -> None:
+    def __init__(self, batch: int, staleness: int, ordered: bool, refill: bool = False) -> None:
         self.batch = batch
         self.staleness = staleness
         self.ordered = ordered
+        self.refill = refill
         self.version = 0
         self.state: State = "open"
         self.num_unconsumed = 0
@@ -45,6 +49,7 @@ class Window:
         self._resolved: dict[int, int | None] = {}
         self._tombstones: dict[int, int] = {}
         self._heap: list[tuple[float, int]] = []
+        self._waiting: list[int] = []  # Refilled and ordered: ids that are in no batch yet, sorted.
 
     @property
     def base(self) -> int:
@@ -66,10 +71,15 @@ class Window:
         """The dropped groups that have not been consumed, and their deadlines."""
         return dict(self._tombstones)
 
+    def admit(self, group_id: int) -> None:
+        """A training group is here."""
+        self.num_unconsumed += 1
+        self._wait(group_id)
+
     def may_start(self, group_id: int, old: int | None, new: int) -> bool:
         """Whether a group with deadline `old` (None: not started) may get the deadline `new`."""
         if self.ordered:
-            return group_id // self.batch <= new
+            return self._due(group_id) <= new
         if old is not None and new >= old:
             return True
         others = self._counts if old is None else self._counts - Counter([old])
@@ -93,18 +103,26 @@ class Window:
         """A group that is not in a batch was dropped. Without a deadline of its own (None) it gets the earliest one."""
         if deadline is None:
             earliest = earliest_room(self._counts, self.base, self.batch)
-            deadline = max(earliest, group_id // self.batch) if self.ordered else earliest
+            deadline = max(earliest, self._due(group_id)) if self.ordered else earliest
             self._add(deadline)
         self._tombstones[group_id] = deadline
         self.resolve(group_id, deadline)
+
+    def forget(self, group_id: int, deadline: int | None) -> None:
+        """A group that is not in a batch was dropped, and another one may be admitted in its place."""
+        assert self.refill, f"group {group_id} keeps its place"
+        self.num_unconsumed -= 1
+        self._remove(deadline)
+        self._resolved.pop(group_id, None)
+        self._leave_line(group_id)
 
     def choose(self) -> list[int] | None:
         """The groups of the next batch, if they are resolved; None if that has to wait. Changes nothing."""
         if self.state != "open":
             return None
         if self.ordered:
-            ids = range(self.version * self.batch, (self.version + 1) * self.batch)
-            return list(ids) if all(group_id in self._resolved for group_id in ids) else None
+            ids = self._next_ids()
+            return ids if len(ids) == self.batch and all(group_id in self._resolved for group_id in ids) else None
         return self._earliest()
 
     def is_safe(self, chosen: Iterable[int]) -> bool:
@@ -130,6 +148,7 @@ class Window:
         dropped = []
         for group_id in chosen:
             self._remove(self._resolved.pop(group_id))
+            self._leave_line(group_id)
             if group_id in self._tombstones:
                 dropped.append(group_id)
         return dropped
@@ -139,6 +158,7 @@ class Window:
         self.state = "open"
         for group_id, deadline in [*deadlines, *((group_id, self._tombstones[group_id]) for group_id in dropped)]:
             self._add(deadline)
+            self._wait(group_id)
             self.resolve(group_id, deadline)
 
     def bury_in_batch(self, group_id: int) -> None:
@@ -165,15 +185,37 @@ class Window:
         self.version = version
         ordered = sorted(tombstones, key=lambda one: (one[1], one[0]))
         for place, (group_id, deadline) in enumerate(ordered):
-            due = group_id // self.batch if self.ordered else version + place // self.batch
+            self.admit(group_id)
+            due = self._due(group_id) if self.ordered else version + place // self.batch
             deadline = max(deadline, due)
-            self.num_unconsumed += 1
             self._add(deadline)
             self.bury(group_id, deadline)
 
     def is_resolved(self, group_id: int) -> bool:
         """Whether a group can be trained on, or was dropped."""
         return group_id in self._resolved
+
+    def _next_ids(self) -> list[int]:
+        """The ids of the next batch of an ordered window, as far as they are known."""
+        if self.refill:
+            return self._waiting[: self.batch]
+        return list(range(self.version * self.batch, (self.version + 1) * self.batch))
+
+    def _due(self, group_id: int) -> int:
+        """The version whose batch a group of an ordered window belongs to; with refill, the latest that it can be."""
+        if self.refill:
+            return self.base + bisect_left(self._waiting, group_id) // self.batch
+        return group_id // self.batch
+
+    def _wait(self, group_id: int) -> None:
+        if self.refill and self.ordered:
+            insort(self._waiting, group_id)
+
+    def _leave_line(self, group_id: int) -> None:
+        if self.refill and self.ordered:
+            place = bisect_left(self._waiting, group_id)
+            assert self._waiting[place : place + 1] == [group_id], f"group {group_id} does not wait for a batch"
+            del self._waiting[place]
 
     def _earliest(self) -> list[int] | None:
         """The resolved groups with the earliest deadlines. Entries of the heap that no longer hold are thrown away."""

@@ -15,12 +15,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 class BlockWriter:
-    """The writing side of one owner. wait_s: how long it waits for room before it gives up."""
+    """The writing side of one owner. wait_s: how long it waits for room before it gives up. can_park: `call` takes
+    wait_s too, and the dock answers when there is room; else it is asked again after a pause."""
 
-    def __init__(self, call: Callable[..., Any], owner: str, *, wait_s: float) -> None:
+    def __init__(self, call: Callable[..., Any], owner: str, *, wait_s: float, can_park: bool = False) -> None:
         self._call = call
         self._owner = owner
         self._wait_s = wait_s
+        self._can_park = can_park
         self._lease: SlabLease | None = None
         self._memory = memoryview(b"")
         self._mapped: dict[int, memoryview] = {}
@@ -52,12 +54,13 @@ class BlockWriter:
         self._lease = None
         start, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
-            lease = self._call("lease_slab", self._owner, nbytes, giving_up)
+            parking = {"wait_s": self._wait_s} if self._can_park and self._wait_s else {}
+            lease = self._call("lease_slab", self._owner, nbytes, giving_up, **parking)
             if lease is not None:
                 break
             giving_up = None
             waited = time.monotonic() - start
-            if waited >= self._wait_s:
+            if parking or waited >= self._wait_s:
                 raise DockFull(self._full_text(nbytes, waited))
             time.sleep(min(pause, self._wait_s - waited))
             pause = min(2 * pause, _LONGEST_PAUSE_S)

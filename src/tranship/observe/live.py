@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -13,20 +14,22 @@ from rich.table import Table
 from rich.text import Text
 
 from tranship.observe.record import StepRecord, ValidationRecord
-from tranship.observe.words import duration, number, percent, sparkline
+from tranship.observe.words import duration, number, of_recorded, percent, sparkline
 
 _BAR_WIDTH = 28
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 class LiveView:
-    """Step, reward, groups with signal, lengths, speed, time by stage, staleness, gap, validation, time left."""
+    """Step, reward, groups with signal, lengths, speed, time by stage, staleness, gap, validation, time left; the loss
+    in place of the reward and what goes with it where nothing is scored."""
 
     def __init__(self, terminal: Console, total_steps: int, title: str) -> None:
         self._total_steps = total_steps
         self._title = title
         self._began = time.monotonic()
         self._rewards: list[float] = []
+        self._losses: list[float] = []
         self._seconds: list[float] = []
         self._validations: list[ValidationRecord] = []
         self._last: tuple[StepRecord, Mapping[str, float]] | None = None
@@ -41,6 +44,8 @@ class LiveView:
         self._invalid += sum(record.invalid_by_reason.values())
         if "critic/score/mean" in metrics:
             self._rewards.append(metrics["critic/score/mean"])
+        if math.isfinite(metrics.get("actor/loss", math.nan)):
+            self._losses.append(metrics["actor/loss"])
         self._draw("training")
 
     def validation(self, record: ValidationRecord) -> None:
@@ -63,7 +68,9 @@ class LiveView:
     def _panel(self, status: str) -> RenderableType:
         rows: list[RenderableType] = [self._progress(status)]
         if self._last:
-            rows += [self._numbers(*self._last), self._time(self._last[0])]
+            record, metrics = self._last
+            numbers = self._numbers(record, metrics) if record.has_rewards else self._recorded(metrics)
+            rows += [numbers, self._time(record)]
         if self._validations:
             rows.append(self._validation())
         return Panel(Group(*rows), title=f"tranship · {self._title}", title_align="left", expand=False, width=92)
@@ -88,8 +95,22 @@ class LiveView:
         table.add_row("length", f"{length}, {cut}", "speed", f"{get('perf/generated_tokens_per_s', 0):.0f} tokens/s")
         stale = f"{number(get('staleness/mean'), '.2f')} mean, {number(get('staleness/max'), '.0f')} max"
         table.add_row("staleness", stale, "log-prob gap", f"{number(record.logprob_gap_max, '.1e')} max")
+        if "env/turns" in metrics:
+            calls = f"{number(get('env/tool_calls'), '.1f')} tool calls, {number(get('env/tool_errors'), '.1f')} failed"
+            table.add_row("turns", f"{number(get('env/turns'), '.1f')} mean", "tools", calls)
         if self._invalid:
             table.add_row("invalid", f"{self._invalid} samples so far (samples.jsonl has the reasons)", "", "")
+        return table
+
+    def _recorded(self, metrics: Mapping[str, float]) -> RenderableType:
+        """Of a batch of recorded responses, which has no rewards."""
+        table = Table.grid(padding=(0, 2))
+        loss = f"{number(metrics.get('actor/loss'), '.4f')}  {sparkline(self._losses, _BAR_WIDTH)}"
+        table.add_row("loss", loss, "speed", f"{metrics.get('perf/throughput', 0):.0f} tokens/s")
+        found = {"gradient": metrics.get("actor/grad_norm"), **of_recorded(metrics)}
+        cells = [cell for name, value in found.items() for cell in (name, number(value))]
+        for start in range(0, len(cells), 4):
+            table.add_row(*cells[start : start + 4])
         return table
 
     def _time(self, record: StepRecord) -> RenderableType:

@@ -1,70 +1,85 @@
-"""Processes that run a reward function, each call within a limit. A call that raises, hangs or ends its process costs
-its own sample and nothing else."""
+"""Processes that run the functions of a reward, each call within a limit. A call that raises, hangs or ends its process
+costs its own sample and nothing else."""
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tranship.rewards.frames import pack
-from tranship.rewards.process import Task, WorkerProcess
-from tranship.rewards.scoring import invalid
+from tranship.rewards.log import Log
+from tranship.rewards.process import Running, Task, WorkerProcess
+from tranship.rewards.request import RewardRequest
+from tranship.rewards.scoring import from_message, invalid
+from tranship.rewards.terms import Term
 from tranship.types import RunError, Score, UserError
 
 START_TIMEOUT_S = 60.0
 _MAX_DEATHS_IN_A_ROW = 3
 _CLOSE_GRACE_S = 0.5
 _JOIN_TIMEOUT_S = 20.0
+# How much later than a worker's event loop the pool gives up on a call: the loop does it first unless it is stuck.
+_LOOP_GRACE_S = 1.0
+_FORGED = "the reward process wrote to the pipe of its results"
 
 
 class RewardPool:
-    """Scores samples with `function_name` in `num_workers` processes of its own.
+    """Scores samples with the functions of `terms`, one after another, in `num_workers` processes of its own.
 
-    function_name: a built-in name, module:function or file.py:function. args: further keyword arguments of each call.
-    timeout_s: limit of one call, from when a worker starts on it; then the process is killed and replaced, and the
-    sample is invalid. wakeup: set whenever a result is there. memory_bytes: limit of each process's address space.
-    log_file: gets what the function prints and the first tracebacks of each process; None: this process's stderr.
-    Raises UserError at construction where the function does not import or cannot be called.
+    timeout_s: limit of one call, from when a worker starts on it. concurrency: rows in flight in each process if one of
+    the functions is asynchronous; else a process works on one row. wakeup: set whenever a result is there.
+    memory_bytes: limit of each process's address space. log_file: gets what the functions print and the first
+    tracebacks of each process, at most 10 MB; None: this process's stderr, without a limit.
+    Raises UserError at construction where a function does not import or cannot be called.
 
-    Results come in any order. A thread of the pool starts, feeds and ends the processes; `submit` and `poll` never
-    wait. `close` leaves no process; when this process ends without it, the workers end too.
+    A call over its limit is cut off: an asynchronous one alone, else the process is killed and replaced; the sample is
+    invalid. Where several samples were in flight in a process that ended, each is tried once more, in a process that
+    has no other meanwhile, so that the one at fault is known and the rest are scored. Results come in any order. A
+    thread of the pool starts, feeds and ends the processes; `submit` and `poll` never wait. `close` leaves no process;
+    when this process ends without it, the workers end too.
     """
 
     def __init__(
         self,
-        function_name: str,
-        args: Mapping[str, Any] | None = None,
+        terms: Sequence[Term],
         num_workers: int = 1,
         timeout_s: float = 10.0,
         *,
+        concurrency: int = 32,
         wakeup: threading.Event | None = None,
         memory_bytes: int | None = None,
         log_file: Path | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         assert num_workers >= 1, num_workers
-        self._name = function_name
+        assert terms, "nothing to run"
+        self._terms = tuple(terms)
+        self._name = ", ".join(term.name for term in terms)
         self._setup = {
-            "function": function_name,
-            "args": dict(args or {}),
+            "terms": [term.to_message() for term in terms],
             "sys_path": [entry or os.getcwd() for entry in sys.path],
             "parent": os.getpid(),
             "memory_bytes": memory_bytes,
+            "timeout_s": timeout_s,
+            "concurrency": concurrency,
         }
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._log_file = log_file
+        self._log = Log(log_file) if log_file else None
         self._wakeup = wakeup
         self._lock = threading.Condition()
         self._queue: deque[Task] = deque()
         self._results: deque[tuple[Hashable, Score]] = deque()
+        self._num_submitted = 0
         self._num_pending = 0
         self._num_ready = 0
         self._fault: str | None = None
@@ -91,26 +106,14 @@ class RewardPool:
         """Samples submitted whose score `poll` has not returned yet."""
         return self._num_pending
 
-    def submit(
-        self,
-        key: Hashable,
-        data_source: str,
-        solution: str,
-        ground_truth: Any,
-        extra_info: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Queue a sample; `poll` returns its score under `key`. ground_truth and extra_info are JSON values."""
-        row = {
-            "data_source": data_source,
-            "solution_str": solution,
-            "ground_truth": ground_truth,
-            "extra_info": None if extra_info is None else dict(extra_info),
-        }
-        task = Task(key, pack(row))
+    def submit(self, key: Hashable, request: RewardRequest) -> None:
+        """Queue a sample; `poll` returns its score under `key`."""
         with self._lock:
             assert not self._closing, "the pool is closed"
+            self._num_submitted += 1
+            number = self._num_submitted
             self._num_pending += 1
-            self._queue.append(task)
+            self._queue.append(Task(key, number, pack({"id": number, "row": request.to_row()})))
         self._nudge()
 
     def poll(self) -> list[tuple[Hashable, Score]]:
@@ -128,19 +131,20 @@ class RewardPool:
         with self._lock:
             return self._lock.wait_for(lambda: bool(self._results) or self._fault is not None, timeout_s)
 
-    def score_all(self, rows: Sequence[tuple[str, str, Any, Mapping[str, Any] | None]]) -> list[Score]:
-        """Scores of rows (data_source, solution, ground_truth, extra_info), in their order. Waits for them all."""
+    def score_all(self, requests: Sequence[RewardRequest]) -> list[Score]:
+        """Scores of requests, in their order. Waits for them all."""
         assert self._num_pending == 0, "samples of another caller are pending"
-        for index, row in enumerate(rows):
-            self.submit(index, *row)
+        for index, request in enumerate(requests):
+            self.submit(index, request)
         scores: dict[Hashable, Score] = {}
-        # Each result takes at most one call and one start of a worker.
-        limit_s = self._timeout_s + self._start_timeout_s + 5.0
-        while len(scores) < len(rows):
+        # A result takes at most one call of each term, twice where others were in flight, and two starts of a worker.
+        limit_s = 2 * (len(self._terms) * (self._timeout_s + _LOOP_GRACE_S) + self._start_timeout_s) + 5.0
+        while len(scores) < len(requests):
             if not self.wait(limit_s):
-                raise RunError(f"waited {limit_s:.0f} s for a score of {self._name}: {len(rows) - len(scores)} missing")
+                missing = len(requests) - len(scores)
+                raise RunError(f"waited {limit_s:.0f} s for a score of {self._name}: {missing} missing")
             scores.update(self.poll())
-        return [scores[index] for index in range(len(rows))]
+        return [scores[index] for index in range(len(requests))]
 
     def close(self) -> None:
         """End all workers; what is pending is dropped. Closing twice is fine."""
@@ -154,6 +158,8 @@ class RewardPool:
             raise RunError(f"waited {_JOIN_TIMEOUT_S:.0f} s for the processes of {self._name} to end after SIGKILL")
         os.close(self._nudge_read)
         os.close(self._nudge_write)
+        if self._log is not None:
+            self._log.close()
 
     # What follows, but for the first two, runs in the pool's thread.
 
@@ -161,7 +167,7 @@ class RewardPool:
         limit_s = self._start_timeout_s + 5.0
         with self._lock:
             done = self._lock.wait_for(lambda: self._num_ready >= num_workers or self._fault is not None, limit_s)
-            fault = self._fault if done else f"reward.function: {self._name}: no worker was ready in {limit_s:.0f} s"
+            fault = self._fault if done else f"{self._setting}: no worker was ready in {limit_s:.0f} s"
         if fault is not None:
             self.close()
             raise UserError(fault)
@@ -182,27 +188,35 @@ class RewardPool:
                     self._on_event(key)
                 self._check_deadlines()
         except BaseException as error:
-            self._fail(f"reward.function: {self._name}: the pool failed: {type(error).__name__}: {error}")
+            self._fail(f"{self._setting}: the pool failed: {type(error).__name__}: {error}")
             raise
         finally:
             self._end_workers()
 
     def _start_worker(self) -> None:
-        worker = WorkerProcess(self._setup, self._start_timeout_s, self._log_file)
+        worker = WorkerProcess(self._setup, self._start_timeout_s, self._log)
         self._workers.append(worker)
         self._selector.register(worker.output_fd, selectors.EVENT_READ, worker)
+        if worker.printed_fd is not None:
+            self._selector.register(worker.printed_fd, selectors.EVENT_READ, worker)
         self._watch_input(worker)
 
     def _hand_out(self) -> None:
-        for worker in self._workers:
-            if not worker.idle:
-                continue
+        while True:
             with self._lock:
                 if not self._queue:
                     return
-                task = self._queue.popleft()
-            worker.give(task, self._timeout_s)
+                task = self._queue[0]
+                free = [worker for worker in self._workers if worker.takes(task)]
+                if not free:
+                    return
+                self._queue.popleft()
+            worker = min(free, key=lambda worker: len(worker.running))
+            worker.give(task, self._limit_s(worker))
             self._watch_input(worker)
+
+    def _limit_s(self, worker: WorkerProcess) -> float:
+        return self._timeout_s + (_LOOP_GRACE_S if worker.in_flight > 1 else 0.0)
 
     def _watch_input(self, worker: WorkerProcess) -> None:
         """Have the selector say when a worker's pipe takes what is still unsent."""
@@ -214,7 +228,8 @@ class RewardPool:
 
     def _seconds_to_deadline(self) -> float | None:
         deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        first = min(deadlines, default=math.inf)
+        return max(0.0, first - time.monotonic()) if first < math.inf else None
 
     def _on_event(self, key: selectors.SelectorKey) -> None:
         worker = key.data
@@ -225,6 +240,9 @@ class RewardPool:
         elif key.fd == worker.input_fd:
             worker.flush()
             self._watch_input(worker)
+        elif key.fd == worker.printed_fd:
+            if not worker.read_printed():
+                self._selector.unregister(key.fd)
         else:
             self._read(worker)
 
@@ -232,25 +250,33 @@ class RewardPool:
         try:
             messages = worker.read()
         except ValueError:
-            self._on_death(worker, "the reward process wrote to the pipe of its results")
+            self._on_death(worker, _FORGED)
             return
         if messages is None:
-            self._on_death(worker, f"the reward process {worker.end_reason()}")
+            reason = f"the reward process {worker.end_reason()}"
+            self._on_death(worker, reason, from_outside=worker.was_killed())
             return
         for message in messages:
             if not worker.ready:
                 self._on_started(worker, message)
+                continue
+            running = worker.running.get(message["id"])
+            if running is None:
+                self._on_death(worker, _FORGED)
+                return
+            if "at" in message:
+                running.move(message["at"], self._limit_s(worker))
             else:
-                score = Score(message["status"], message["value"], message["reason"], message["extra"])
                 self._deaths_in_a_row = 0
-                self._deliver(worker, score)
+                self._deliver(worker, running, from_message(message))
 
     def _on_started(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         if "error" in message:
             self._fail(message["error"])
             return
         worker.ready = True
-        worker.deadline = None
+        worker.in_flight = message["in_flight"]
+        worker.start_deadline = None
         with self._lock:
             self._num_ready += 1
             self._lock.notify_all()
@@ -265,32 +291,39 @@ class RewardPool:
             else:
                 self._on_death(worker, f"the reward process was not ready after {self._start_timeout_s:g} s")
 
-    def _on_death(self, worker: WorkerProcess, reason: str) -> None:
-        """Replace a worker that is over or has to be; its sample is invalid for `reason`."""
+    def _on_death(self, worker: WorkerProcess, reason: str, *, from_outside: bool = False) -> None:
+        """Replace a worker that is over or has to be. Its sample is invalid for `reason`; several are tried alone, and
+        so is one whose process somebody else has killed: that says nothing of the sample, unless it happens again."""
         was_ready = worker.ready
-        if worker.task is not None:
-            self._deliver(worker, invalid(reason))
-        else:
+        running = list(worker.running.values())
+        if not running:
             self._deaths_in_a_row += 1
+        elif len(running) == 1 and (running[0].task.alone or not from_outside):
+            at = self._terms[running[0].term].name
+            said = reason if len(self._terms) == 1 else f"{at}: {reason}"
+            self._deliver(worker, running[0], invalid(said))
+        else:
+            with self._lock:
+                self._queue.extendleft(replace(entry.task, alone=True) for entry in reversed(running))
         self._remove(worker)
         if not was_ready and self._num_ready == 0:
-            self._fail(f"reward.function: {self._name}: {reason} while it was imported")
+            self._fail(f"{self._setting}: {reason} while it was imported")
         elif self._deaths_in_a_row >= _MAX_DEATHS_IN_A_ROW:
-            self._fail(
-                f"reward.function: {self._name}: {reason} without a sample, {self._deaths_in_a_row} times in a row"
-            )
+            self._fail(f"{self._setting}: {reason} without a sample, {self._deaths_in_a_row} times in a row")
         else:
             self._start_worker()
 
-    def _deliver(self, worker: WorkerProcess, score: Score) -> None:
-        assert worker.task is not None
+    def _deliver(self, worker: WorkerProcess, running: Running, score: Score) -> None:
+        del worker.running[running.task.number]
         with self._lock:
-            self._results.append((worker.task.key, score))
+            self._results.append((running.task.key, score))
             self._lock.notify_all()
-        worker.task = None
-        worker.deadline = None
         if self._wakeup is not None:
             self._wakeup.set()
+
+    @property
+    def _setting(self) -> str:
+        return f"{self._terms[0].setting}: {self._name}"
 
     def _fail(self, fault: str) -> None:
         with self._lock:
@@ -300,8 +333,8 @@ class RewardPool:
             self._wakeup.set()
 
     def _remove(self, worker: WorkerProcess) -> None:
-        for descriptor in (worker.input_fd, worker.output_fd):
-            if descriptor in self._selector.get_map():
+        for descriptor in (worker.input_fd, worker.output_fd, worker.printed_fd):
+            if descriptor is not None and descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
         worker.kill()
         self._workers.remove(worker)
@@ -313,7 +346,7 @@ class RewardPool:
             worker.close_input()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         for worker in list(self._workers):
-            if worker.task is None and worker.ready:
+            if not worker.running and worker.ready:
                 worker.wait(max(0.0, deadline - time.monotonic()))
             self._remove(worker)
         self._selector.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tranship.types import Score
 
 MAX_REASON = 500
+# What an adapter returns where its function says that it has nothing to say about a sample.
+NOT_APPLICABLE = object()
 _INT64 = 2**63
 
 
@@ -28,9 +30,33 @@ def to_score(result: Any) -> Score:
     return _number(result, {})
 
 
+def sum_score(values: Sequence[float], extra: dict[str, Any], raw: float | None = None) -> Score:
+    """A scored sample whose value is the sum of `values`; invalid where that is not finite."""
+    total = float(sum(values))
+    if not math.isfinite(total):
+        return invalid(f"the sum of its rewards is not finite: {list(values)}", extra)
+    return Score("scored", total, extra=extra, raw=raw)
+
+
 def invalid(reason: str, extra: dict[str, Any] | None = None) -> Score:
     """An invalid Score; the reason is one line of at most 500 characters."""
     return Score("invalid", reason=" ".join(reason.split())[:MAX_REASON] or "no reason given", extra=extra or {})
+
+
+def from_message(message: Mapping[str, Any]) -> Score:
+    """A Score as `to_message` wrote it."""
+    return Score(message["status"], message["value"], message["reason"], message["extra"], message["raw"])
+
+
+def to_message(score: Score) -> dict[str, Any]:
+    """A Score in JSON values: status, value, raw, reason, extra."""
+    return {
+        "status": score.status,
+        "value": score.value,
+        "raw": score.raw,
+        "reason": score.reason,
+        "extra": score.extra,
+    }
 
 
 def _number(result: Any, extra: dict[str, Any]) -> Score:

@@ -8,26 +8,27 @@ from typing import Any
 
 import numpy as np
 
+from tranship.algorithms.estimate import Estimate, GroupRewards
 from tranship.dock import Batch, DockClient, GroupView, StaleLease
 from tranship.stages.stage import Emit, Stopwatch
-
-# (rewards float64 [N], group_ids int64 [N]) -> advantages float32 [N]
-Estimate = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class _Group:
-    rows: range
-    status: list[str]
-    advantages: np.ndarray
+    """What became of a group. outcome: train, filtered or invalid; columns: what is put, one entry per sample."""
+
     outcome: str
+    columns: dict[str, list[np.ndarray]]
+    advantages: np.ndarray
+    metrics: dict[str, tuple[float, float]]
 
 
 class AdvantageStage:
-    """Reads reward and what a record of the sample shows; writes advantages and loss_mask.
+    """Reads reward, response_mask, logprobs (ref_logprobs, values) and what a record of the sample shows; writes
+    advantages and loss_mask (returns).
 
     loss_mask is response_mask for scored samples and all False for masked and invalid ones, which enter no mean. A
-    group without a scored sample is dropped as invalid, one whose advantages are all 0 as filtered (unless
+    group without a scored sample is dropped as invalid, one whose raw rewards are all equal as filtered (unless
     keep_without_signal). Waits for scored groups; unblocks train. Emits a `group` event with the samples' records.
     """
 
@@ -37,6 +38,7 @@ class AdvantageStage:
         self,
         dock: DockClient,
         *,
+        reads: tuple[str, ...],
         estimate: Estimate,
         keep_without_signal: bool,
         describe: Callable[[Batch, int], dict[str, Any]],
@@ -44,6 +46,7 @@ class AdvantageStage:
         watch: Stopwatch,
     ) -> None:
         self._dock = dock
+        self._reads = reads
         self._estimate = estimate
         self._keep = keep_without_signal
         self._describe = describe
@@ -73,35 +76,48 @@ class AdvantageStage:
         """Nothing is held."""
 
     def _advantages(self, batch: Batch, view: GroupView) -> _Group:
-        rewards = [batch["reward"][row] for row in view.rows]
-        status = [reward["status"] for reward in rewards]
-        scored = [index for index, reward in enumerate(rewards) if reward["status"] == "scored"]
-        advantages = np.zeros(len(rewards), dtype=np.float32)
+        rows = list(view.rows)
+        rewards = [batch["reward"][row] for row in rows]
+        scored = [place for place, reward in enumerate(rewards) if reward["status"] == "scored"]
+        per_sample = np.zeros(len(rows), dtype=np.float32)
         if not scored:
-            return _Group(view.rows, status, advantages, "invalid")
-        values = np.array([rewards[index]["value"] for index in scored], dtype=np.float64)
-        advantages[scored] = self._estimate(values, np.full(len(scored), view.group_id, dtype=np.int64))
-        signal = bool(np.any(advantages != 0))
-        return _Group(view.rows, status, advantages, "train" if signal or self._keep else "filtered")
+            return _Group("invalid", {}, per_sample, {})
+
+        def of_scored(column: str) -> list[np.ndarray]:
+            return [np.asarray(batch[column][rows[place]]) for place in scored]
+
+        found = self._estimate(
+            GroupRewards(
+                group_id=view.group_id,
+                rewards=np.array([rewards[place]["value"] for place in scored], dtype=np.float64),
+                raw=np.array([_raw(rewards[place]) for place in scored], dtype=np.float64),
+                masks=of_scored("response_mask"),
+                logprobs=of_scored("logprobs"),
+                ref_logprobs=of_scored("ref_logprobs") if "ref_logprobs" in self._reads else None,
+                values=of_scored("values") if "values" in self._reads else None,
+            )
+        )
+        masks = [np.asarray(batch["response_mask"][row]) for row in rows]
+        columns = {
+            "advantages": [np.zeros(len(mask), dtype=np.float32) for mask in masks],
+            "loss_mask": [np.zeros(len(mask), dtype=bool) for mask in masks],
+        }
+        if found.returns is not None:
+            columns["returns"] = [np.zeros(len(mask), dtype=np.float32) for mask in masks]
+        for index, place in enumerate(scored):
+            columns["advantages"][place] = found.advantages[index]
+            columns["loss_mask"][place] = masks[place]
+            if found.returns is not None:
+                columns["returns"][place] = found.returns[index]
+            kept = found.advantages[index][masks[place]]
+            per_sample[place] = kept.mean() if len(kept) else 0.0
+        outcome = "train" if found.has_signal or self._keep else "filtered"
+        return _Group(outcome, columns, per_sample, found.metrics)
 
     def _finish(self, batch: Batch, view: GroupView, group: _Group) -> None:
         with self._watch.time("dock"):
             if group.outcome == "train":
-                masks = [batch["response_mask"][row] for row in view.rows]
-                self._dock.put(
-                    batch.ids,
-                    {
-                        "advantages": [
-                            np.full(len(mask), advantage, dtype=np.float32)
-                            for mask, advantage in zip(masks, group.advantages, strict=True)
-                        ],
-                        "loss_mask": [
-                            np.array(mask) if status == "scored" else np.zeros(len(mask), dtype=bool)
-                            for mask, status in zip(masks, group.status, strict=True)
-                        ],
-                    },
-                    lease=batch.lease,
-                )
+                self._dock.put(batch.ids, group.columns, lease=batch.lease)
                 self._dock.ack(batch.lease)
             elif group.outcome == "filtered":
                 self._dock.drop([view.group_id], "filtered", batch.lease)
@@ -113,4 +129,16 @@ class AdvantageStage:
         samples = []
         for row, advantage in zip(view.rows, group.advantages, strict=True):
             samples.append({**self._describe(batch, row), "advantage": float(advantage)})
-        return {"kind": "group", "group_id": view.group_id, "outcome": group.outcome, "samples": samples}
+        return {
+            "kind": "group",
+            "group_id": view.group_id,
+            "outcome": group.outcome,
+            "samples": samples,
+            "metrics": group.metrics,
+        }
+
+
+def _raw(reward: dict[str, Any]) -> float:
+    """The reward before shaping."""
+    raw = reward.get("raw")
+    return reward["value"] if raw is None else raw

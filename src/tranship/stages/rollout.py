@@ -7,28 +7,31 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tranship.dock import DockClient, StaleLease
+from tranship.dock import Batch, DockClient, StaleLease
+from tranship.dock.messages import Kind
 from tranship.rollout import GroupRequest, RolloutEngine
+from tranship.stages.episodes import Episodes, Outcome, single_turn
 from tranship.stages.stage import Renewal, Stopwatch
-from tranship.types import Response, SampleId, Sampling, sample_seed
-
-# Validation first: the coordinator waits for it.
-_KINDS = ("val", "train")
+from tranship.types import SampleId, Sampling, sample_seed
 
 
 @dataclass
 class _Running:
     lease: int
     samples: tuple[SampleId, ...]
-    responses: dict[SampleId, Response] = field(default_factory=dict)
+    outcomes: dict[SampleId, Outcome] = field(default_factory=dict)
 
 
 class RolloutStage:
-    """Reads prompt and prompt_info; writes response, response_mask, logprobs, policy_versions and finish_reason.
+    """Reads prompt and prompt_info; writes response, response_mask, logprobs, policy_versions, finish_reason and
+    rollout_info.
 
     Waits for groups that the dock lets start at the engine's policy version; unblocks reward (and reference). A group
     is put back whole, when its last sample has ended. Weights arrive between two steps, through `update`: it is called
     at the start of each step and says whether new ones came.
+
+    kinds: of the groups that it takes. episodes: the world that answers the model; None: a response is one turn.
+    rollout_info is what `Outcome.info` says, {} without a world.
     """
 
     name = "rollout"
@@ -42,6 +45,8 @@ class RolloutStage:
         run_seed: int,
         lease_s: float,
         watch: Stopwatch,
+        kinds: tuple[Kind, ...] = ("val", "train"),
+        episodes: Episodes | None = None,
         update: Callable[[], bool] = lambda: False,
     ) -> None:
         self._dock = dock
@@ -49,6 +54,8 @@ class RolloutStage:
         self._sampling = sampling
         self._run_seed = run_seed
         self._watch = watch
+        self._kinds = kinds
+        self._episodes = episodes
         self._update = update
         self._renewal = Renewal(lease_s)
         self._running: dict[int, _Running] = {}
@@ -58,66 +65,104 @@ class RolloutStage:
         updated = self._update()
         if updated or self._renewal.due():
             self._forget_lost_groups()
-        started = self._start_groups()
+        progress = self._start_groups() or updated
+        if self._episodes is not None:
+            progress = self._advance(self._episodes) or progress
         if not self._engine.num_unfinished:
-            return updated or started
+            return progress
         with self._watch.time("rollout"):
             finished = self._engine.step()
         for response in finished:
-            self._collect(response)
+            if self._episodes is not None:
+                self._episodes.turn_ended(response)
+            else:
+                self._collect(single_turn(response))
         return True
 
     def close(self) -> None:
         """Stop all running samples; their groups are somebody else's again when the lease ends."""
         self._engine.abort()
         self._running.clear()
+        if self._episodes is not None:
+            self._episodes.close()
+
+    @property
+    def _num_free(self) -> int:
+        """Samples that may be started. One whose environment is at work keeps its place in the engine."""
+        return self._engine.num_free - (self._episodes.num_waiting if self._episodes is not None else 0)
 
     def _start_groups(self) -> bool:
-        if self._engine.policy_version < 0 or self._engine.num_free <= 0:
+        if self._engine.policy_version < 0 or self._num_free <= 0:
             return False
         version = self._engine.policy_version
-        if not self._dock.changed_since_last_take(self.name, version=version, kinds=_KINDS):
+        if not self._dock.changed_since_last_take(self.name, version=version, kinds=self._kinds):
             return False
         started = False
-        while self._engine.num_free > 0:
+        while self._num_free > 0:
             with self._watch.time("dock"):
-                batch = self._dock.take(self.name, max_groups=1, version=version, kinds=_KINDS)
+                batch = self._dock.take(self.name, max_groups=1, version=version, kinds=self._kinds)
             if batch is None:
                 break
             started = True
-            for group in batch.groups:
-                samples = tuple(SampleId(group.group_id, index) for index in range(group.size))
-                prompt = np.array(batch.group("prompt")[0], dtype=np.int32)
-                greedy = batch.group("prompt_info")[0].get("greedy", False)
-                sampling = replace(self._sampling, temperature=0.0) if greedy else self._sampling
-                self._running[group.group_id] = _Running(batch.lease, samples)
-                seeds = tuple(sample_seed(self._run_seed, sample) for sample in samples)
-                self._engine.submit(GroupRequest(prompt, samples, seeds, sampling))
+            self._start(batch)
         return started
 
-    def _collect(self, response: Response) -> None:
-        group_id = response.sample.group_id
+    def _start(self, batch: Batch) -> None:
+        (group,) = batch.groups
+        samples = tuple(SampleId(group.group_id, index, group.attempt) for index in range(group.size))
+        prompt = np.array(batch.group("prompt")[0], dtype=np.int32)
+        info = batch.group("prompt_info")[0]
+        sampling = replace(self._sampling, temperature=0.0) if info.get("greedy", False) else self._sampling
+        self._running[group.group_id] = _Running(batch.lease, samples)
+        if self._episodes is not None:
+            self._episodes.start(samples, prompt, info, sampling)
+        else:
+            seeds = tuple(sample_seed(self._run_seed, sample) for sample in samples)
+            self._engine.submit(GroupRequest(prompt, samples, seeds, sampling))
+
+    def _advance(self, episodes: Episodes) -> bool:
+        """Go on with the samples whose environments have answered."""
+        requests, outcomes = episodes.advance(self._engine.policy_version)
+        for request in requests:
+            self._engine.submit(request)
+        for outcome in outcomes:
+            self._collect(outcome)
+        return bool(requests or outcomes)
+
+    def _collect(self, outcome: Outcome) -> None:
+        group_id = outcome.response.sample.group_id
         running = self._running.get(group_id)
         if running is None:
             return
-        running.responses[response.sample] = response
-        if len(running.responses) < len(running.samples):
+        running.outcomes[outcome.response.sample] = outcome
+        if len(running.outcomes) < len(running.samples):
             return
         del self._running[group_id]
-        responses = [running.responses[sample] for sample in running.samples]
+        self._put(running)
+
+    def _put(self, running: _Running) -> None:
+        outcomes = [running.outcomes[sample] for sample in running.samples]
+        responses = [outcome.response for outcome in outcomes]
+        versions = [
+            response.policy_versions[outcome.mask] for response, outcome in zip(responses, outcomes, strict=True)
+        ]
         with self._watch.time("dock"):
             try:
                 self._dock.put(
                     running.samples,
                     {
                         "response": [r.token_ids for r in responses],
-                        "response_mask": [np.ones(len(r.token_ids), dtype=bool) for r in responses],
+                        "response_mask": [outcome.mask for outcome in outcomes],
                         "logprobs": [r.logprobs for r in responses],
                         "policy_versions": [r.policy_versions for r in responses],
                         "finish_reason": [r.finish_reason for r in responses],
+                        "rollout_info": [outcome.info for outcome in outcomes],
                     },
                     lease=running.lease,
-                    sampled_version=min(int(r.policy_versions.min()) for r in responses if len(r.policy_versions)),
+                    # Of a group without a single sampled token (no session began) it is the version in use.
+                    sampled_version=min(
+                        (int(v.min()) for v in versions if len(v)), default=self._engine.policy_version
+                    ),
                 )
                 self._dock.ack(running.lease)
             except StaleLease:
@@ -130,4 +175,6 @@ class RolloutStage:
                 self._dock.renew(running.lease)
             except StaleLease:
                 del self._running[group_id]
-                self._engine.abort([sample for sample in running.samples if sample not in running.responses])
+                self._engine.abort([sample for sample in running.samples if sample not in running.outcomes])
+                if self._episodes is not None:
+                    self._episodes.stop(running.samples)

@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from tranship.algorithms.estimate import whiten
 from tranship.dock import Batch, DockClient, StaleLease
 from tranship.stages.stage import Emit, Renewal, Stopwatch
-from tranship.train import LossFn, LossInputs, Totals, TrainEngine
+from tranship.train import (
+    CriticEngine,
+    LossFn,
+    LossInputs,
+    Totals,
+    TrainEngine,
+    ValueInputs,
+    ValueLossFn,
+    loss_needs,
+)
+from tranship.train.engine import Metrics
 from tranship.types import RunError, TrainBatch
 
 
+@dataclass(frozen=True)
+class Critic:
+    """PPO's value model, its loss, and for how many batches it alone is trained."""
+
+    engine: CriticEngine
+    loss: ValueLossFn
+    warmup_steps: int
+
+
 class TrainStage:
-    """Reads prompt, response, policy_versions, logprobs, advantages, loss_mask (and ref_logprobs); writes nothing.
+    """Reads prompt, response, advantages, loss_mask, and further columns as its row of the table says; writes nothing.
 
     Waits for the window of groups of the dock's version; unblocks the coordinator, which advances the version. The
     lease is checked immediately before each optimizer step, since an applied update cannot be refused. A window in
-    which no group carries a signal leaves the weights alone and counts as a batch. Emits a `trained` event.
+    which no group carries a signal leaves the weights alone and counts as a batch. A critic is trained on the same
+    batch, after the policy. Emits a `trained` event.
     """
 
     name = "train"
@@ -31,9 +53,11 @@ class TrainStage:
         engine: TrainEngine,
         loss: LossFn,
         *,
+        reads: tuple[str, ...],
         groups_per_step: int,
         lease_s: float,
-        with_reference: bool,
+        whiten_advantages: bool,
+        critic: Critic | None,
         emit: Emit,
         watch: Stopwatch,
         check_stop: Callable[[], None],
@@ -43,7 +67,9 @@ class TrainStage:
         self._loss = loss
         self._groups = groups_per_step
         self._lease_s = lease_s
-        self._with_reference = with_reference
+        self._reads = reads
+        self._whiten = whiten_advantages
+        self._critic = critic
         self._emit = emit
         self._watch = watch
         self._check_stop = check_stop
@@ -61,7 +87,7 @@ class TrainStage:
         event["metrics"], event["staleness"] = {}, []
         start = time.perf_counter()
         if batch.ids:
-            event["staleness"] = [batch.version - int(versions.min()) for versions in batch["policy_versions"]]
+            event["staleness"] = self._staleness(batch)
             try:
                 event["metrics"] = self._update(batch)
             except StaleLease:
@@ -76,27 +102,59 @@ class TrainStage:
     def close(self) -> None:
         """Nothing is held."""
 
+    def _staleness(self, batch: Batch) -> list[int]:
+        if "policy_versions" not in self._reads:
+            return []
+        return [batch.version - int(versions.min()) for versions in batch["policy_versions"] if len(versions)]
+
     def _update(self, batch: Batch) -> dict[str, float]:
         fence = _Fence(self._dock, batch.lease, self._lease_s, self._check_stop)
-        gap = _LogprobGap(self._loss, fence.keep)
-        with self._watch.time("train"):
-            metrics = self._engine.update(to_train_batch(batch, self._with_reference), gap, fence=fence)
-        return {**metrics, **gap.metrics()}
+        train_batch = to_train_batch(batch, self._reads)
+        if self._whiten:
+            train_batch = replace(train_batch, advantages=whiten(train_batch.advantages, train_batch.response_mask))
+        metrics: dict[str, float] = {}
+        if self._critic is None or batch.version >= self._critic.warmup_steps:
+            gap = _LogprobGap(self._loss, fence.keep)
+            with self._watch.time("train"):
+                metrics = self._engine.update(train_batch, gap, fence=fence)
+            metrics |= gap.metrics()
+        if self._critic is not None:
+            with self._watch.time("critic"):
+                metrics |= self._critic.engine.update(train_batch, self._kept(self._critic.loss, fence), fence=fence)
+        return metrics
+
+    def _kept(self, loss: ValueLossFn, fence: _Fence) -> ValueLossFn:
+        def keep_lease(inputs: ValueInputs, totals: Totals) -> tuple[torch.Tensor, Metrics]:
+            fence.keep()
+            return loss(inputs, totals)
+
+        return keep_lease
 
 
-def to_train_batch(batch: Batch, with_reference: bool) -> TrainBatch:
-    """The columns of a window as the engine takes them."""
-    versions = batch["policy_versions"]
+def to_train_batch(batch: Batch, reads: tuple[str, ...]) -> TrainBatch:
+    """The columns of a window as the engine takes them; reads: which of them there are.
+
+    Recorded responses were sampled by nobody: their log-probs are zeros that no loss of theirs looks at.
+    """
+
+    def optional(column: str) -> list[np.ndarray] | None:
+        return list(batch[column]) if column in reads else None
+
     return TrainBatch(
         samples=list(batch.ids),
         prompts=list(batch.group("prompt")),
         group_of=np.repeat(np.arange(len(batch.groups)), [group.size for group in batch.groups]),
         responses=list(batch["response"]),
         response_mask=list(batch["loss_mask"]),
-        logprobs=list(batch["logprobs"]),
+        logprobs=optional("logprobs") or [np.zeros(len(ids), dtype=np.float32) for ids in batch["response"]],
         advantages=list(batch["advantages"]),
-        ref_logprobs=list(batch["ref_logprobs"]) if with_reference else None,
-        on_policy=[np.asarray(version) == batch.version for version in versions],
+        ref_logprobs=optional("ref_logprobs"),
+        proximal_logprobs=optional("proximal_logprobs"),
+        values=optional("values"),
+        returns=optional("returns"),
+        on_policy=[np.asarray(version) == batch.version for version in batch["policy_versions"]]
+        if "policy_versions" in reads
+        else None,
     )
 
 
@@ -137,13 +195,15 @@ class _LogprobGap:
 
     def __init__(self, loss: LossFn, before_microbatch: Callable[[], None]) -> None:
         self._loss = loss
+        needs = loss_needs(loss)
+        self.needs_entropy, self.whole_groups = needs.entropy, needs.whole_groups
         self._before_microbatch = before_microbatch
         self._first: Totals | None = None
         self._max = 0.0
         self._sum = 0.0
         self._count = 0
 
-    def __call__(self, inputs: LossInputs, totals: Totals) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
+    def __call__(self, inputs: LossInputs, totals: Totals) -> tuple[torch.Tensor, Metrics]:
         self._before_microbatch()
         self._first = self._first or totals
         if totals is self._first and inputs.on_policy_BT is not None:

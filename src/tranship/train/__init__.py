@@ -1,5 +1,29 @@
 """Training engines: the protocol, the table, and the implementations."""
 
-from tranship.train.engine import TRAIN_ENGINES, LossFn, LossInputs, Totals, TrainEngine
+from tranship.train.engine import (
+    CRITIC_ENGINES,
+    TRAIN_ENGINES,
+    CriticEngine,
+    LossFn,
+    LossInputs,
+    LossNeeds,
+    Totals,
+    TrainEngine,
+    ValueInputs,
+    ValueLossFn,
+    loss_needs,
+)
 
-__all__ = ["TRAIN_ENGINES", "LossFn", "LossInputs", "Totals", "TrainEngine"]
+__all__ = [
+    "CRITIC_ENGINES",
+    "TRAIN_ENGINES",
+    "CriticEngine",
+    "LossFn",
+    "LossInputs",
+    "LossNeeds",
+    "Totals",
+    "TrainEngine",
+    "ValueInputs",
+    "ValueLossFn",
+    "loss_needs",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from tranship.train.attention import ATTENTION
-from tranship.train.head import token_logprobs
+from tranship.train.head import token_logprobs, token_logprobs_and_entropy
 from tranship.train.packing import Pack, pack, rows_by_prompt
 from tranship.types import UserError
 
@@ -36,26 +36,32 @@ COMPANIONS = (
 PROBE_TOLERANCE = 1e-3
 
 
-def load_model(model_dir: Path, device: torch.device, *, trust_remote_code: bool) -> PreTrainedModel:
+def load_model(
+    model_dir: Path, device: torch.device, *, trust_remote_code: bool, need_head: bool = True
+) -> PreTrainedModel:
     """The causal language model of a folder, in float32, on the device, with packed attention and without dropout.
 
-    Raises UserError if the folder does not load, or if packed log-probs differ from plain ones (recurrent layers,
-    scaled or capped logits): such a model would train on other numbers than it samples with.
+    need_head False: the folder may lack the output head, which then is random. Raises UserError if the folder does not
+    load or lacks other weights, or if packed log-probs differ from plain ones (recurrent layers, scaled or capped
+    logits): such a model would train on other numbers than it samples with.
     """
     if not (model_dir / "config.json").is_file():
         raise UserError(f"{model_dir} is no Hugging Face model folder: it has no config.json")
     try:
-        with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
+        with quiet_loading():
+            model, info = AutoModelForCausalLM.from_pretrained(
                 model_dir,
                 dtype=torch.float32,
                 attn_implementation="sdpa",
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
+                output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{model_dir} does not load as a causal language model: {first_line}") from error
+        raise UserError(f"{model_dir} does not load as a causal language model: {first_line(error)}") from error
+    head = model.get_output_embeddings()
+    optional = {name for name, p in model.named_parameters() if not need_head and p is getattr(head, "weight", None)}
+    check_complete(model_dir, set(info["missing_keys"]) - optional)
     model.to(device)  # pyright: ignore[reportArgumentType]
     model.eval()
     _check_packing(model, model_dir)
@@ -78,23 +84,30 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def response_logprobs(model: PreTrainedModel, packed: Pack, *, temperature: float, dtype: torch.dtype) -> torch.Tensor:
-    """float32 [M]: log-probs of the pack's targets; products in dtype (under the caller's autocast)."""
-    hidden = model.base_model(
+def response_hidden(backbone: torch.nn.Module, packed: Pack) -> torch.Tensor:
+    """[M, E]: last hidden states of the tokens that predict the pack's targets (under the caller's autocast)."""
+    hidden = backbone(
         input_ids=packed.token_ids,
         position_ids=packed.position_ids,
         use_cache=False,
         packed_index=packed.attention,
     ).last_hidden_state
-    head = model.get_output_embeddings()
-    assert isinstance(head, torch.nn.Linear), type(head)
-    return token_logprobs(
-        hidden[0].index_select(0, packed.source),
-        head.weight,
-        head.bias,
-        packed.target,
-        temperature=temperature,
-        dtype=dtype,
+    return hidden[0].index_select(0, packed.source)
+
+
+def response_logprobs(model: PreTrainedModel, packed: Pack, *, temperature: float, dtype: torch.dtype) -> torch.Tensor:
+    """float32 [M]: log-probs of the pack's targets; products in dtype (under the caller's autocast)."""
+    hidden, head = response_hidden(model.base_model, packed), _output_head(model)
+    return token_logprobs(hidden, head.weight, head.bias, packed.target, temperature=temperature, dtype=dtype)
+
+
+def response_logprobs_and_entropy(
+    model: PreTrainedModel, packed: Pack, *, temperature: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what response_logprobs gives, float32 [M]: entropies of the distributions that the targets are drawn from)."""
+    hidden, head = response_hidden(model.base_model, packed), _output_head(model)
+    return token_logprobs_and_entropy(
+        hidden, head.weight, head.bias, packed.target, temperature=temperature, dtype=dtype
     )
 
 
@@ -106,7 +119,7 @@ def export_model(model: PreTrainedModel, model_dir: Path, folder: Path) -> None:
         # It is copied below, as it is; transformers would refuse to write settings that contradict each other.
         model.generation_config = GenerationConfig()
     try:
-        with _no_progress_bars():
+        with quiet_loading():
             model.save_pretrained(folder)
     finally:
         model.generation_config = generation
@@ -118,16 +131,38 @@ def export_model(model: PreTrainedModel, model_dir: Path, folder: Path) -> None:
                 shutil.copyfile(source, folder / source.name)
 
 
+def _output_head(model: PreTrainedModel) -> torch.nn.Linear:
+    head = model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear), type(head)
+    return head
+
+
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Inside, transformers draws no bars over the console; the process keeps its setting."""
-    shown = logging.is_progress_bar_enabled()
+def quiet_loading() -> Iterator[None]:
+    """Inside, transformers draws no bars and no report over the console; the process keeps its settings."""
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
+
+
+def check_complete(model_dir: Path, missing: Collection[str]) -> None:
+    """UserError if weights are missing in the folder; transformers would fill them with random numbers."""
+    if missing:
+        raise UserError(
+            f"{model_dir} lacks {len(missing)} weight(s) of its model, the first is {min(missing)}: "
+            "fetch it again, or use another model"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what the error says, or its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_packing(model: PreTrainedModel, model_dir: Path) -> None:

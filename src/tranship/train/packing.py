@@ -7,6 +7,7 @@ Letters: T packed tokens, N samples of the batch, M predicted tokens.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,17 +61,23 @@ def split_evenly(shares: Sequence[Share], parts: int) -> list[list[Share]]:
 
 
 def split_by_tokens(
-    shares: Iterable[Share], prompt_lengths: Sequence[int], response_lengths: Sequence[int], max_tokens: int
+    shares: Iterable[Share],
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    whole: bool = False,
 ) -> list[list[Share]]:
     """The shares in order, in runs of at most max_tokens packed tokens.
 
     A share that alone is larger is split over its samples, and each part repeats the prompt; one sample that is
-    larger still goes alone.
+    larger still goes alone. whole: a share is never split, and a larger one goes alone.
     """
     runs: list[list[Share]] = []
     used = max_tokens
     for share in shares:
-        for part, size in _parts(share, prompt_lengths[share.prompt], response_lengths, max_tokens):
+        limit = sys.maxsize if whole else max_tokens
+        for part, size in _parts(share, prompt_lengths[share.prompt], response_lengths, limit):
             if used + size > max_tokens:
                 runs.append([])
                 used = 0
@@ -149,3 +156,17 @@ def pack(
         slot=to_device(slots),
         max_response=max_response,
     )
+
+
+def padded(packed: Pack, columns: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+    """[B, T] on the pack's device: the columns of its rows as numpy dtype, with zeros after their ends."""
+    result = np.zeros((len(packed.rows), packed.max_response), dtype=dtype)
+    for place, row in enumerate(packed.rows):
+        result[place, : len(columns[row])] = columns[row]
+    return torch.from_numpy(result).to(packed.slot.device)
+
+
+def spread(packed: Pack, flat: torch.Tensor) -> torch.Tensor:
+    """[B, T]: flat [M], in the order of the targets, at their places and zeros elsewhere; differentiable."""
+    shape = (len(packed.rows), packed.max_response)
+    return flat.new_zeros(shape[0] * shape[1]).index_copy(0, packed.slot, flat).view(shape)

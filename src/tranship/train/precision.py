@@ -1,4 +1,4 @@
-"""In which arithmetic the products run: a scope around the engine's calls that leaves the process as it found it."""
+"""In which arithmetic the products run: a scope around the engines' calls that leaves the process as it found it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from tranship.types import UserError
 
 # oneDNN's fp32 products here are as exact as MKL's; on a processor that would round to bf16 the error is above 1e-3.
 MAX_PRODUCT_ERROR = 1e-5
@@ -26,6 +28,15 @@ def products(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def check_deterministic(device: torch.device, precision: str) -> None:
+    """UserError unless training repeats bit for bit here: on a CPU, in fp32, with one thread."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or precision != "fp32" or threads != 1:
+        raise UserError(
+            f"deterministic training needs a cpu, fp32 and 1 thread, not {device.type}, {precision} and {threads}"
+        )
 
 
 @functools.cache

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tranship.config import Config
-from tranship.data.stream import PromptStream
+from tranship.data.stream import make_stream
 from tranship.dock import DockClient
 from tranship.dock.messages import Kind
 from tranship.observe import Recorder, StepRecord, ValidationRecord, When
 from tranship.runtime import Handle
+from tranship.trainer.best import make_best_keeper
 from tranship.trainer.checkpoint import Cut, write_cut
+from tranship.trainer.columns import prompt_columns
 from tranship.trainer.preflight import Report
-from tranship.trainer.validation import Validation, mean_extra, prompt_columns
+from tranship.trainer.validation import Validation, mean_extra
 from tranship.types import RunError
+from tranship.worker.describe import unpack_tokens
 from tranship.worker.weights import WeightsReady
 
 # Longer than any update or transfer that a coordinator should wait for in silence.
@@ -29,8 +32,8 @@ _COMMAND_S = 3600.0
 class Coordinator:
     """Decides everything that must be decided once. `tick` handles what has happened since the last one.
 
-    workers: the one that trains comes first. A step's order is: record it, cut if due, publish the weights, advance
-    the dock, tell the samplers, validate if due, admit.
+    workers: the one that trains comes first; samplers: those of the others that only sample. A step's order is: record
+    it, cut if due, publish the weights, advance the dock, tell the samplers, validate if due, admit.
     """
 
     def __init__(
@@ -48,13 +51,19 @@ class Coordinator:
         self._dock = dock
         self._workers = list(workers)
         self._trainer = self._workers[0]
-        self._samplers = self._workers[1:]
+        sampling = {plan.name for plan in report.workers[1:] if "rollout" in plan.stages}
+        self._samplers = [worker for worker in self._workers if worker.name in sampling]
+        self._samples = "train" in next(row.kinds for row in report.table if row.name == "rollout")
         self._events = events
         self._recorder = recorder
         self._decode = decode
-        self._stream = PromptStream(report.train.prompts, seed=self._config.run.seed, shuffle=self._config.data.shuffle)
+        self._stream = make_stream(report.train, self._config.data, self._config.run.seed)
+        self._digest = report.train.digest
+        self._data_numbers = {name: float(count) for name, count in report.train.numbers.items()}
         self._val_prompts = report.val.prompts if report.val else []
         self._groups: dict[int, dict[str, Any]] = {}
+        self._replaced: list[dict[str, Any]] = []
+        self._best = make_best_keeper(run_dir, self._config.checkpoint)
         self._trained: deque[dict[str, Any]] = deque()
         self._validation: Validation | None = None
         self._invalid_steps = 0
@@ -87,18 +96,25 @@ class Coordinator:
             for worker in self._workers:
                 worker.call("connect_weights", source, target, timeout_s=_COMMAND_S)
         self._publish(self._version)
+        self._announce()
+        self._profile(self._version + 1)
         self._dock.admit([self._admission(group_id) for group_id in again])
         if cut is None and self._config.validation.before_training and self._val_prompts:
             self._validate("before")
         elif self._version == self._config.train.steps:
             self._end_training()
         else:
+            if cut is not None and self._validation_is_missing():
+                self._validate("during")
             self._admit()
         self._step_start = time.monotonic()
 
     def tick(self) -> None:
         """Handle what workers have said, and go on with validation."""
         self._drain()
+        if self._config.algorithm.dynamic_sampling and self._replaced and not self.done:
+            self._check_refills()
+            self._admit()
         if self._validation is not None:
             record = self._validation.collect()
             if record is not None:
@@ -118,7 +134,10 @@ class Coordinator:
     def _drain(self) -> None:
         for _, event in self._events():
             if event["kind"] == "group":
-                self._groups[event["group_id"]] = event
+                if self._config.algorithm.dynamic_sampling and event["outcome"] != "train":
+                    self._replaced.append(event)
+                else:
+                    self._groups[event["group_id"]] = event
             elif event["kind"] == "trained":
                 self._trained.append(event)
 
@@ -128,14 +147,25 @@ class Coordinator:
         every = self._config.checkpoint.every_steps
         if last or (every and self._version % every == 0):
             self._cut()
-        self._publish(self._version, advance=True)
         validation = self._config.validation
+        due = bool(validation.every_steps) and self._version % validation.every_steps == 0
+        if self._samples or last or due:
+            self._publish(self._version)
+        self._dock.advance(self._version)
+        self._announce()
+        self._profile(self._version + 1)
         if last:
             self._end_training()
-        elif validation.every_steps and self._version % validation.every_steps == 0 and self._val_prompts:
+        elif due and self._val_prompts:
             self._validate("during")
         if not last:
             self._admit()
+
+    def _validation_is_missing(self) -> bool:
+        """Whether the run ended between a step's checkpoint and the validation that was due after it."""
+        every, last = self._config.validation.every_steps, self._recorder.validated("during")
+        due = bool(every) and self._version % every == 0 and bool(self._val_prompts)
+        return due and (last is None or last["step"] != self._version)
 
     def _end_training(self) -> None:
         if self._config.validation.after_training and self._val_prompts:
@@ -143,20 +173,42 @@ class Coordinator:
         else:
             self.done = True
 
-    def _publish(self, version: int, *, advance: bool = False) -> None:
+    def _publish(self, version: int) -> None:
         self._ready = self._trainer.call("publish_weights", version, timeout_s=_COMMAND_S)
-        if advance:
-            self._dock.advance(version)
+
+    def _profile(self, step: int) -> None:
+        if self._config.observe.profile_steps:
+            for worker in self._workers:
+                worker.call("profile_step", step, timeout_s=_COMMAND_S)
+
+    def _announce(self) -> None:
         for sampler in self._samplers:
             sampler.submit("announce_weights", self._ready)
 
     def _admission(self, group_id: int) -> tuple[int, int, Kind, dict[str, Any]]:
-        return group_id, self._config.rollout.group_size, "train", prompt_columns(self._stream.at(group_id))
+        return group_id, self._config.group_size, "train", prompt_columns(self._stream.at(group_id))
 
     def _admit(self) -> None:
-        room = min(self._dock.num_admissible(), self._config.groups_total - self._stream.position)
+        """As many groups as the bound allows, and the batches that are left still need."""
+        status = self._dock.status()
+        left = (self._config.train.steps - status.num_trained) * self._config.groups_per_step - status.num_unconsumed
+        room = min(status.num_admissible, left)
         if room > 0:
             self._dock.admit([self._admission(group_id) for group_id, _ in self._stream.take(room)])
+
+    def _check_refills(self) -> None:
+        """Stop where hardly any prompt has a signal: replacing them would not end."""
+        limit = self._config.algorithm.max_refills * self._config.groups_per_step
+        if len(self._replaced) <= limit:
+            return
+        outcomes = Counter(event["outcome"] for event in self._replaced)
+        scores = [sample["score"] for event in self._replaced for sample in event["samples"]]
+        seen = Counter(scores).most_common(3)
+        raise RunError(
+            f"dynamic sampling replaced {len(self._replaced)} groups in one batch of "
+            f"{self._config.groups_per_step} ({dict(outcomes)}; rewards seen most: {seen}) and it is not full: easier "
+            "or more varied prompts are needed, or algorithm.dynamic_sampling=false, or a larger algorithm.max_refills"
+        )
 
     def _validate(self, when: When) -> None:
         for sampler in self._samplers:
@@ -175,6 +227,10 @@ class Coordinator:
         self._timings()  # What validation took is no part of the next step.
         self._recorder.validation(record)
         self._recorder.validation_samples(record.step, self._validation.samples())
+        if self._best is not None and self._best.consider(record, record.step, self._export):
+            self._recorder.event(
+                "best", {"step": record.step}, say=f"the best so far, kept as {self._run_dir / 'best'}"
+            )
         self._validation = None
         if record.when == "after":
             self.done = True
@@ -182,12 +238,16 @@ class Coordinator:
             self._admit()
         self._not_training_s += record.seconds
 
+    def _export(self, folder: str) -> None:
+        self._trainer.call("export", folder, timeout_s=_COMMAND_S)
+
     def _cut(self) -> Path:
         start = time.monotonic()
         state = {
             "version": self._version,
             "position": self._stream.position,
             "invalid_steps": self._invalid_steps,
+            "data": self._digest,
             "dock": self._dock.snapshot(),
             "config": self._config.model_dump(mode="json"),
         }
@@ -208,23 +268,33 @@ class Coordinator:
         seconds = time.monotonic() - self._step_start - self._not_training_s
         self._step_start, self._not_training_s = time.monotonic(), 0.0
         groups = [self._groups.pop(group_id) for group_id in event["groups"] if group_id in self._groups]
-        samples = [sample for group in groups for sample in group["samples"]]
-        self._recorder.step(self._step_record(event, groups, samples, seconds))
+        replaced, self._replaced = self._replaced, []
+        groups = sorted([*groups, *replaced], key=lambda group: group["group_id"])
+        samples = [unpack_tokens(sample) for group in groups for sample in group["samples"]]
+        record = self._step_record(event, groups, samples, seconds, num_groups=len(event["groups"]) + len(replaced))
+        self._recorder.step(record)
         self._recorder.samples(self._version, samples)
-        self._check_rewards(samples)
+        if self._samples:
+            self._check_rewards(samples)
 
     def _step_record(
-        self, event: dict[str, Any], groups: list[dict[str, Any]], samples: list[dict[str, Any]], seconds: float
+        self,
+        event: dict[str, Any],
+        groups: list[dict[str, Any]],
+        samples: list[dict[str, Any]],
+        seconds: float,
+        *,
+        num_groups: int,
     ) -> StepRecord:
         timings = self._timings()
         rss = int(timings.pop("rss_bytes", 0))
         dock_wait = timings.pop("dock", 0.0)
         outcomes = Counter(group["outcome"] for group in groups)
-        train = dict(event["metrics"])
+        train = {**_means(group["metrics"] for group in groups), **event["metrics"]}
         return StepRecord(
             step=self._version,
             policy_version=self._version,
-            num_groups=len(event["groups"]),
+            num_groups=num_groups,
             num_groups_with_signal=outcomes["train"],
             rewards=np.array([_number(sample["score"]) for sample in samples]),
             statuses=[sample["status"] for sample in samples],
@@ -242,6 +312,9 @@ class Coordinator:
             train=train,
             dropped_groups={reason: count for reason, count in outcomes.items() if reason != "train"},
             reward_extra=mean_extra(samples),
+            reward_by_source=_by_source(samples),
+            rollout_extra=_rollout_means(samples),
+            data={**self._data_numbers, "position": float(self._stream.position), "epoch": float(self._stream.epoch)},
             dock_wait_s=dock_wait,
             rss_bytes=rss,
             num_devices=len(self._workers),
@@ -267,6 +340,35 @@ class Coordinator:
                 f"no sample of {self._invalid_steps} steps in a row could be scored by "
                 f"reward.function {self._config.reward.function!r}: {said}"
             )
+
+
+def _means(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Means of metrics that come as (sum, weight)."""
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for part in parts:
+        for name, (total, weight) in part.items():
+            sums[name][0] += total
+            sums[name][1] += weight
+    return {name: total / weight for name, (total, weight) in sums.items() if weight}
+
+
+def _by_source(samples: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean reward of the scored samples of each data source."""
+    scores: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample["status"] == "scored":
+            scores[sample["data_source"]].append(sample["score"])
+    return {source: float(np.mean(values)) for source, values in sorted(scores.items())}
+
+
+def _rollout_means(samples: list[dict[str, Any]]) -> dict[str, float]:
+    """Means of the numbers that the rollout gave beside a sample's tokens (turns, tool calls, ...)."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in sample["rollout_info"].items():
+            if isinstance(value, bool | int | float):
+                values[name].append(float(value))
+    return {name: float(np.mean(numbers)) for name, numbers in sorted(values.items())}
 
 
 def _number(score: float | None) -> float:

@@ -9,7 +9,17 @@ from tranship.config import PlacementConfig
 from tranship.stages import StageSpec
 
 # A stage that is nearer to the update is served first, so that work which is done is used before more is begun.
-_SERVED_FIRST = ("train", "advantage", "reference", "reward", "rollout")
+_SERVED_FIRST = (
+    "train",
+    "advantage",
+    "value",
+    "proximal",
+    "reference",
+    "reward_model",
+    "recorded",
+    "reward",
+    "rollout",
+)
 # Rewards run in processes of their own, which a rollout step of some milliseconds does not hold up as an update would.
 _SAMPLER_STAGES = ("reward", "rollout")
 
@@ -22,11 +32,21 @@ class WorkerPlan:
     stages: tuple[str, ...]
 
 
-def place(placement: PlacementConfig, table: Sequence[StageSpec]) -> tuple[WorkerPlan, ...]:
-    """The workers of a placement; the one that trains comes first. `validate` belongs to the coordinator."""
-    names = [name for name in _SERVED_FIRST if name in {stage.name for stage in table}]
+def place(
+    placement: PlacementConfig, table: Sequence[StageSpec], *, own_reward_model: bool = False
+) -> tuple[WorkerPlan, ...]:
+    """The workers of a placement; the one that trains comes first. `validate` belongs to the coordinator.
+
+    own_reward_model: the reward model has a process of its own, not the trainer's.
+    """
+    known = {stage.name for stage in table}
+    assert known <= {*_SERVED_FIRST, "validate"}, known
+    if own_reward_model:
+        known.discard("reward_model")
+    apart = (WorkerPlan("reward-model", ("reward_model",)),) if own_reward_model else ()
+    names = [name for name in _SERVED_FIRST if name in known]
     if placement.layout == "fused":
-        return (WorkerPlan("fused", tuple(names)),)
+        return (WorkerPlan("fused", tuple(names)), *apart)
     trainer = WorkerPlan("trainer", tuple(name for name in names if name not in _SAMPLER_STAGES))
     sampler_stages = tuple(name for name in names if name in _SAMPLER_STAGES)
-    return (trainer, *(WorkerPlan(f"sampler-{i}", sampler_stages) for i in range(placement.num_samplers)))
+    return (trainer, *(WorkerPlan(f"sampler-{i}", sampler_stages) for i in range(placement.num_samplers)), *apart)

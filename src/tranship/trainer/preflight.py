@@ -5,23 +5,28 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tranship.algorithms.objective import make_loss
+from tranship.algorithms.estimate import make_estimate
+from tranship.algorithms.objective import make_loss, make_value_loss
 from tranship.config import Config
-from tranship.data.prompts import PromptSet, load_prompts
+from tranship.data.prompts import load_prompts
+from tranship.data.promptset import PromptSet, shared_prompts
+from tranship.data.stream import make_stream
 from tranship.models.folder import ModelInfo, locate
 from tranship.models.folder import check as check_folder
 from tranship.models.tokenizer import load_tokenizer, template_system_prompt
 from tranship.observe import check_port, check_trackers
-from tranship.rewards import RewardPool
+from tranship.rewards import make_pool
 from tranship.runtime import check_runtime
 from tranship.runtime.device import check_processes, num_cores, resolve_device
-from tranship.stages import check_table, stage_table
+from tranship.stages import StageSpec, check_table, stage_table
+from tranship.stages.env_setup import EnvPrompts, check_env, check_messages
+from tranship.train.reward_model import check_same_tokens
+from tranship.trainer.best import check_best_metric
 from tranship.trainer.placement import WorkerPlan, place
-from tranship.types import UserError
+from tranship.types import Prompt, UserError
 from tranship.worker import WorkerSpec
-from tranship.worker.build import build_estimate
 
 _MAX_PROBE_TOKENS = 16
 _SHARED_MEMORY = Path("/dev/shm")
@@ -36,16 +41,20 @@ class Report:
     tokenizer: Any
     train: PromptSet
     val: PromptSet | None
+    table: tuple[StageSpec, ...]
     workers: tuple[WorkerPlan, ...]
     device: str
     num_threads: int
     system_prompt: str | None
+    reward_model_dir: Path | None = None
+    critic_dir: Path | None = None
 
     def spec(self, plan: WorkerPlan) -> WorkerSpec:
         """What a worker of this run is told at its start."""
         longest = max(len(prompt.token_ids) for prompt in self._prompts())
         return WorkerSpec(
             config=self.config,
+            table=self.table,
             stages=plan.stages,
             model_dir=str(self.model.path),
             device=self.device,
@@ -53,6 +62,8 @@ class Report:
             probe_ids=tuple(int(i) for i in self.train.prompts[0].token_ids[-_MAX_PROBE_TOKENS:]),
             max_tokens=longest + self.config.rollout.max_response_tokens,
             eos_token_ids=self.model.eos_token_ids,
+            reward_model_dir=None if self.reward_model_dir is None else str(self.reward_model_dir),
+            critic_dir=None if self.critic_dir is None else str(self.critic_dir),
         )
 
     def lines(self) -> list[str]:
@@ -65,7 +76,8 @@ class Report:
             f"context {model.context_length}, ends at {list(model.eos_token_ids)})",
             f"prompts   {len(self.train.prompts)} for training, {len(self.val.prompts) if self.val else 0} held out, "
             f"{min(lengths)} to {max(lengths)} tokens",
-            f"batch     {config.groups_per_step} prompts x {sampling.group_size} samples, {config.train.steps} steps, "
+            f"algorithm {config.algorithm.name}: {' > '.join(row.name for row in self.table)}",
+            f"batch     {config.groups_per_step} prompts x {config.group_size} samples, {config.train.steps} steps, "
             f"staleness bound {config.dock.staleness}",
             f"sampling  temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k or 'off'}, "
             f"min_p {sampling.min_p}, at most {sampling.max_response_tokens} tokens",
@@ -75,44 +87,92 @@ class Report:
         ]
         if self.system_prompt:
             lines.append(f"template  adds a system prompt of its own: {self.system_prompt!r}")
-        for name, prompts in (("training", self.train), ("held-out", self.val)):
-            lines += [f"note      {note}" for note in (prompts.notes if prompts else ())]
-            if prompts and prompts.dropped:
-                shown = ", ".join(f"row {row}: {reason}" for row, reason in prompts.dropped[:3])
-                lines.append(f"dropped   {len(prompts.dropped)} {name} prompts ({shown}, ...)")
+        for name, prompts in self.prompt_sets().items():
+            lines += [f"{name:<9} {line}" for line in prompts.report()]
+        if self.val and (shared := shared_prompts(self.train, self.val)):
+            lines.append(f"note      {len(shared)} of the {len(self.val.prompts)} held-out prompts are trained on too")
         return lines
 
-    def _prompts(self) -> list[Any]:
-        return [*self.train.prompts, *(self.val.prompts if self.val else [])]
+    def prompt_sets(self) -> dict[str, PromptSet]:
+        """The prompts by their part in the run."""
+        return {"train": self.train, **({"val": self.val} if self.val else {})}
+
+    def held_out(self) -> list[Prompt]:
+        """The prompts of validation."""
+        return self.val.prompts if self.val else []
+
+    def _prompts(self) -> list[Prompt]:
+        return [*self.train.prompts, *self.held_out()]
 
 
-def preflight(config: Config) -> Report:
-    """Check a configuration against this machine, the model and the data. Raises UserError at the first fault."""
+def preflight(config: Config, *, checkpoints: bool = True) -> Report:
+    """Check a configuration against this machine, the model and the data. Raises UserError at the first fault.
+
+    checkpoints: whether the run writes any, which needs room on the disk.
+    """
     device = resolve_device(config.placement.device)
-    table = stage_table(config.algorithm)
+    table = stage_table(config.algorithm, config.reward.model)
     check_table(table)
-    workers = place(config.placement, table)
+    own_reward_model = config.reward.model.path is not None and config.reward.model.placement == "own"
+    workers = place(config.placement, table, own_reward_model=own_reward_model)
     check_runtime(config.placement.runtime)
     _check_shared_memory(config)
     num_threads = _threads(config, len(workers), device)
     _check_reward_workers(config)
-    build_estimate(config.algorithm)
-    make_loss(config.algorithm)
+    _check_algorithm(config)
     check_trackers(config.observe.trackers)
     if config.observe.tensorboard_port is not None:
         check_port(config.observe.tensorboard_port)
     model_dir = locate(config.model.path)
     model = check_folder(model_dir, need_chat_template=False, trust_remote_code=config.model.trust_remote_code)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    train = _load("data.train", config, tokenizer)
-    val = _load("data.val", config, tokenizer) if config.data.val else None
+    encoding = _env_prompts(config, tokenizer, model)
+    train = _load("data.train", config, tokenizer, model.context_length, encoding)
+    val = _load("data.val", config, tokenizer, model.context_length, encoding) if config.data.val else None
+    make_stream(train, config.data, config.run.seed)
+    if config.env.name is not None:
+        check_messages([*train.prompts, *(val.prompts if val else [])])
+    check_best_metric(config, {prompt.data_source for prompt in val.prompts} if val else ())
     report = Report(
-        config, model, tokenizer, train, val, workers, device, num_threads, _own_system_prompt(config, tokenizer)
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        train=train,
+        val=val,
+        table=table,
+        workers=workers,
+        device=device,
+        num_threads=num_threads,
+        system_prompt=_own_system_prompt(config, tokenizer),
+        reward_model_dir=_other_model(config, config.reward.model.path, model_dir),
+        critic_dir=_other_model(config, config.algorithm.critic.path, model_dir)
+        if config.algorithm.flow == "ppo"
+        else None,
     )
     _check_context(report)
-    _check_disk(config, model)
+    if checkpoints:
+        _check_disk(config, model)
     _check_reward(config)
     return report
+
+
+def _check_algorithm(config: Config) -> None:
+    """Every name of the algorithm resolves, and takes the arguments that it is given."""
+    algorithm = config.algorithm
+    if algorithm.flow in ("policy", "ppo"):
+        make_estimate(algorithm)
+    make_loss(algorithm)
+    if algorithm.flow == "ppo":
+        make_value_loss(algorithm.critic)
+
+
+def _other_model(config: Config, path: str | None, model_dir: Path) -> Path | None:
+    """The folder of a model that reads the policy's token ids."""
+    if path is None:
+        return None
+    folder = locate(path)
+    check_same_tokens(model_dir, folder, config.model.trust_remote_code)
+    return folder
 
 
 def _threads(config: Config, num_workers: int, device: str) -> int:
@@ -133,13 +193,31 @@ def _check_reward_workers(config: Config) -> None:
         )
 
 
-def _load(key: str, config: Config, tokenizer: Any) -> PromptSet:
+def _env_prompts(config: Config, tokenizer: Any, model: ModelInfo) -> EnvPrompts:
+    """How prompts are encoded: as the recipe says, and with the tools of its environment."""
+    if config.env.name is None:
+        return EnvPrompts(config.data, ())
+    return check_env(config.env, config.data, tokenizer, model.eos_token_ids)
+
+
+def _load(key: str, config: Config, tokenizer: Any, context_length: int, encoding: EnvPrompts) -> PromptSet:
     source = config.data.train if key == "data.train" else config.data.val
     assert source is not None
-    prompts = load_prompts(source, tokenizer, data=config.data)
-    if not prompts.prompts:
-        raise UserError(f"{key}: {source.source!r} has no prompt that can be used ({len(prompts.dropped)} dropped)")
-    return prompts
+    flow = config.algorithm.flow
+    kinds: dict[str, Literal["demonstration", "preference"]] = {"sft": "demonstration", "dpo": "preference"}
+    recorded = kinds.get(flow) if key == "data.train" else None
+    if key == "data.val" and any(part.weight != 1 for part in source.mixture):
+        raise UserError(
+            "data.val.mixture: weights have no meaning in validation, which asks each prompt once: leave them out"
+        )
+    return load_prompts(
+        source,
+        tokenizer,
+        data=encoding.data,
+        recorded=recorded,
+        context_length=context_length,
+        tools=encoding.tools,
+    )
 
 
 def _own_system_prompt(config: Config, tokenizer: Any) -> str | None:
@@ -148,7 +226,10 @@ def _own_system_prompt(config: Config, tokenizer: Any) -> str | None:
 
 
 def _check_context(report: Report) -> None:
-    longest = max(report._prompts(), key=lambda prompt: len(prompt.token_ids))
+    sampled = report._prompts() if report.config.algorithm.flow in ("policy", "ppo") else report.held_out()
+    if not sampled:
+        return
+    longest = max(sampled, key=lambda prompt: len(prompt.token_ids))
     need = len(longest.token_ids) + report.config.rollout.max_response_tokens
     if need > report.model.context_length:
         raise UserError(
@@ -186,4 +267,5 @@ def _check_disk(config: Config, model: ModelInfo) -> None:
 def _check_reward(config: Config) -> None:
     """A pool checks at its start that the function imports and takes the four arguments."""
     reward = config.reward
-    RewardPool(reward.function, reward.args, 1, reward.timeout_s).close()
+    if reward.function != "none" or reward.terms:
+        make_pool(reward.model_copy(update={"num_workers": 1})).close()

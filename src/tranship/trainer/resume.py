@@ -1,4 +1,4 @@
-"""Whether a run may go on from a cut: the configuration must say the same where it shapes what is trained."""
+"""Whether a run may go on from a cut: configuration and data must be the same where they shape what is trained."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ _FREE = (
     "train.steps",
     "train.microbatch_tokens",
     "train.activation_checkpointing",
+    "data.val",
     "rollout.max_running",
+    "env.num_workers",
     "reward.num_workers",
     "reward.timeout_s",
+    "reward.memory_mb",
+    "reward.model.placement",
+    "reward.model.batch_tokens",
     "reward.max_invalid_steps",
     "placement",
     "dock",
@@ -29,8 +34,9 @@ _FREE = (
 )
 
 
-def check_resumable(cut: Cut, config: Config) -> None:
-    """Raise UserError naming each setting that differs from the one the checkpoint was written under."""
+def check_resumable(cut: Cut, config: Config, data_digest: str) -> None:
+    """Raise UserError naming each setting that differs from the one the checkpoint was written under, or saying that
+    the prompts are not the same ones (data_digest: of those of training)."""
     then = dict(_flatten(cut.state["config"]))
     now = dict(_flatten(config.model_dump(mode="json")))
     differing = [
@@ -42,6 +48,11 @@ def check_resumable(cut: Cut, config: Config) -> None:
         raise UserError(
             f"{cut.folder} was written under other settings: {'; '.join(differing)}: "
             "use the same ones, or start anew with another run.dir"
+        )
+    if cut.state["data"] != data_digest:
+        raise UserError(
+            f"{cut.folder} was written with other training prompts than data.train gives now (their digest differs), "
+            "so its position in them means nothing: restore the data, or start anew with another run.dir"
         )
     if cut.state["version"] > config.train.steps:
         raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,23 +9,23 @@ from typing import Any
 
 from tranship.config import Config
 from tranship.config.load import dump
+from tranship.data.promptset import write_dropped
 from tranship.dock import DockClient
 from tranship.models.tokenizer import decode_response
 from tranship.observe import Recorder, draw_curve, write_summary
-from tranship.runtime import Handle, Runtime, RuntimeOptions, start_runtime
+from tranship.runtime import Handle, Runtime, start_runtime
 from tranship.trainer.checkpoint import Cut, read_latest
 from tranship.trainer.coordinator import Coordinator
 from tranship.trainer.folder import RunFolder
 from tranship.trainer.preflight import Report, preflight
+from tranship.trainer.processes import runtime_options, start_processes
 from tranship.trainer.result import Result, Status, result_lines
 from tranship.trainer.resume import check_resumable
 from tranship.trainer.signals import StopRequest
 from tranship.types import RunError
 
 _POLL_S = 0.5
-_START_S = 600.0
 _COMMAND_S = 3600.0
-_WEIGHT_VERSIONS_KEPT = 3
 
 
 def run(config: Config) -> Result:
@@ -41,11 +40,13 @@ def run(config: Config) -> Result:
         folder = stack.enter_context(RunFolder(Path(config.run.dir), resume=resume))
         cut = read_latest(folder.path) if resume else None
         if cut is not None:
-            check_resumable(cut, config)
+            check_resumable(cut, config, report.train.digest)
         (folder.path / "config.yaml").write_text(dump(config))
+        write_dropped(folder.path / "dropped.jsonl", report.prompt_sets())
         recorder = Recorder(
             folder.path,
             config.observe,
+            config=config.model_dump(mode="json"),
             total_steps=config.train.steps,
             resumed_step=cut.state["version"] if cut else None,
         )
@@ -77,9 +78,10 @@ class _Run:
     def go(self, cut: Cut | None) -> Result:
         """Start, loop, end."""
         with ExitStack() as stack:
-            runtime = stack.enter_context(start_runtime(self._config.placement.runtime, self._options()))
+            runtime = stack.enter_context(start_runtime(self._config.placement.runtime, runtime_options(self._report)))
             stop = stack.enter_context(StopRequest(self._interrupt_inline))
-            dock = self._start(runtime)
+            dock, started = start_processes(runtime, self._report, self._run_dir)
+            self._workers += started
             coordinator = Coordinator(
                 self._report,
                 self._run_dir,
@@ -107,39 +109,6 @@ class _Run:
             for worker in self._workers:
                 worker.submit("interrupt")
             coordinator.stop()
-
-    def _options(self) -> RuntimeOptions:
-        placement = self._config.placement
-        weights_bytes = self._report.model.num_parameters * (2 if self._config.rollout.dtype == "bf16" else 4)
-        return RuntimeOptions(
-            ray_address=placement.ray_address,
-            object_store_bytes=max(256 << 20, _WEIGHT_VERSIONS_KEPT * weights_bytes + (64 << 20)),
-        )
-
-    def _start(self, runtime: Runtime) -> DockClient:
-        config, shared = self._config, self._config.placement.runtime != "inline"
-        run_id = f"{self._run_dir.resolve().name}-{os.getpid()}"
-        dock = runtime.start(
-            "dock",
-            "tranship.worker.dock_service:make_dock",
-            {"config": config, "run_id": run_id, "shared": shared},
-            kind="service",
-        )
-        dock.wait_ready(_START_S)
-        for plan in self._report.workers:
-            handle = runtime.start(
-                plan.name,
-                "tranship.worker:Worker",
-                {"spec": self._report.spec(plan), "dock": runtime.service_proxy("dock")},
-                kind="loop",
-                num_threads=self._report.num_threads,
-                num_accelerators=0 if self._report.device == "cpu" else 1,
-            )
-            self._workers.append(handle)
-        for worker in self._workers:
-            worker.wait_ready(_START_S)
-        proxy = runtime.service_proxy("dock")
-        return DockClient(proxy.call, "coordinator", wait_s=config.dock.lease_s, seen_seq=lambda: proxy.seen_seq)
 
     def _interrupt_inline(self) -> None:
         """In one process the work is under this very signal handler, and can be told at once to give up its update."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,15 @@ import numpy as np
 from tranship.config import ValidationConfig
 from tranship.dock import DockClient
 from tranship.observe import ValidationRecord, When
+from tranship.observe.scores import PromptScores, by_source, statistics, why_no_majority
+from tranship.trainer.columns import prompt_columns
 from tranship.types import Prompt
 from tranship.worker.describe import sample_record
 
-
-def prompt_columns(prompt: Prompt, *, greedy: bool = False) -> dict[str, Any]:
-    """A group's own columns, as admission puts them into the dock."""
-    info = {
-        "index": prompt.index,
-        "text": prompt.text,
-        "data_source": prompt.data_source,
-        "ground_truth": prompt.ground_truth,
-        "ability": prompt.ability,
-        "extra_info": prompt.extra_info,
-        "greedy": greedy,
-    }
-    return {"prompt": prompt.token_ids, "prompt_info": info}
+# The further entries of a reward's dict that hold what it read out of the response: the first one counts. Where a
+# reward has several terms, its name stands before: "boxed/answer".
+_ANSWERS = ("answer", "pred")
+_ROUNDING = 1e-9
 
 
 class Validation:
@@ -66,6 +60,16 @@ class Validation:
         self._waiting = set(self._greedy)
         dock.admit(groups)
 
+    @property
+    def num_done(self) -> int:
+        """Groups that have been scored; a prompt has one, and one more where it is answered greedily too."""
+        return len(self._greedy) - len(self._waiting)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that the round scores."""
+        return len(self._greedy)
+
     def collect(self) -> ValidationRecord | None:
         """Gather what has been scored; the record once all of it has."""
         while self._waiting and self._dock.changed_since_last_take("validate"):
@@ -90,38 +94,85 @@ class Validation:
 
     def _record(self) -> ValidationRecord:
         sampled, greedy = self._records[False], self._records[True]
-        by_source: defaultdict[str, list[float]] = defaultdict(list)
-        for record in sampled:
-            if record["status"] == "scored":
-                by_source[record["data_source"]].append(record["score"])
-        invalid = Counter(r["reason"] for r in [*sampled, *greedy] if r["status"] == "invalid")
+        num_samples, least = self._config.samples_per_prompt, self._config.correct_score
+        prompts, prompts_greedy = prompt_scores(sampled, least), prompt_scores(greedy, least)
+        overall, overall_greedy = statistics(prompts, num_samples), statistics(prompts_greedy, 1)
+        sources = by_source(prompts, num_samples)
+        mean = f"mean@{num_samples}"
+        everything = [*sampled, *greedy]
         return ValidationRecord(
             when=self._when,
             step=self._step,
-            score=_mean_score(sampled),
-            score_greedy=_mean_score(greedy) if greedy else None,
+            score=overall[mean].value if mean in overall else float("nan"),
+            score_greedy=(overall_greedy["mean@1"].value if overall_greedy else float("nan")) if greedy else None,
             num_prompts=self._num_prompts,
-            samples_per_prompt=self._config.samples_per_prompt,
+            samples_per_prompt=num_samples,
             seconds=time.monotonic() - self._start,
-            scores={source: float(np.mean(scores)) for source, scores in sorted(by_source.items())},
+            scores={source: found[mean].value for source, found in sources.items() if mean in found},
             extra=mean_extra(sampled),
             extra_greedy=mean_extra(greedy),
-            invalid=dict(invalid),
+            invalid=dict(Counter(r["reason"] for r in everything if r["status"] == "invalid")),
+            masked=sum(r["status"] == "masked" and _held_out_score(r) is None for r in everything),
+            statistics=overall,
+            statistics_greedy=overall_greedy,
+            by_source=sources,
+            by_source_greedy=by_source(prompts_greedy, 1),
+            no_majority=why_no_majority(prompts) if num_samples > 1 else "",
         )
 
 
-def _mean_score(records: list[dict[str, Any]]) -> float:
-    """The mean score of the scored samples; nan if there is none."""
-    scores = [record["score"] for record in records if record["status"] == "scored"]
-    return float(np.mean(scores)) if scores else float("nan")
+def prompt_scores(records: Sequence[Mapping[str, Any]], correct_score: float) -> list[PromptScores]:
+    """The scored samples of each prompt, prompts by group id; a prompt whose samples were all left out is there too.
+
+    Held-out samples count with their score before any shaping, also where a response that reached its cap is kept out
+    of the loss: what training makes of a score says nothing about the model. A sample is right if that is at least
+    `correct_score`. Its answer is the "answer" that the reward returned beside the score, or "pred", as functions made
+    for verl call it.
+    """
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    for record in sorted(records, key=lambda r: (-r["group_id"], r["sample_index"])):
+        groups.setdefault(record["group_id"], []).append(record)
+    found = []
+    for group in groups.values():
+        scored = [(record, score) for record in group if (score := _held_out_score(record)) is not None]
+        found.append(
+            PromptScores(
+                source=group[0]["data_source"],
+                scores=[score for _, score in scored],
+                correct=[score >= correct_score - _ROUNDING for _, score in scored],
+                answers=[_answer(record["extra"]) for record, _ in scored],
+            )
+        )
+    return found
 
 
-def mean_extra(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Means of the further numbers that the reward returned, over the scored samples that have them."""
+def mean_extra(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means of the further numbers that the reward returned, over the scored samples that have them. An answer may be a
+    number too, but its mean says nothing."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for record in records:
         if record["status"] == "scored":
             for name, value in record["extra"].items():
-                if isinstance(value, bool | int | float):
+                if not _is_answer(name) and isinstance(value, bool | int | float):
                     values[name].append(float(value))
     return {name: float(np.mean(numbers)) for name, numbers in sorted(values.items())}
+
+
+def _held_out_score(record: Mapping[str, Any]) -> float | None:
+    """The score before any shaping; None for an invalid sample, and for one that the reward itself left out."""
+    if record["status"] == "invalid":
+        return None
+    score = record["score"] if record["raw"] is None else record["raw"]
+    return None if score is None else float(score)
+
+
+def _is_answer(name: str) -> bool:
+    return name.rpartition("/")[2] in _ANSWERS
+
+
+def _answer(extra: Mapping[str, Any]) -> str | None:
+    """The answer as text; None where there is none. Answers are compared as the reward spells them."""
+    answer = next((value for name, value in extra.items() if _is_answer(name) and value not in (None, "")), None)
+    if answer is None:
+        return None
+    return answer if isinstance(answer, str) else json.dumps(answer, sort_keys=True)

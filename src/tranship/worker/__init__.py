@@ -1,6 +1,6 @@
 """A process that hosts stages: take, work, put."""
 
-from tranship.worker.spec import WorkerSpec
+from tranship.worker.spec import WEIGHTS, WorkerSpec
 from tranship.worker.worker import Worker
 
-__all__ = ["Worker", "WorkerSpec"]
+__all__ = ["WEIGHTS", "Worker", "WorkerSpec"]

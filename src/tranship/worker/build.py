@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
-from tranship.algorithms import ADVANTAGES
-from tranship.config import AlgorithmConfig
 from tranship.lookup import resolve
 from tranship.rollout import ROLLOUT_ENGINES, RolloutEngine
-from tranship.train import TRAIN_ENGINES, TrainEngine
+from tranship.train import CRITIC_ENGINES, TRAIN_ENGINES, CriticEngine, TrainEngine
+from tranship.train.reward_model import RewardModel
 from tranship.types import Sampling, UserError
 from tranship.worker.spec import WorkerSpec
 
@@ -58,6 +52,34 @@ def build_train_engine(spec: WorkerSpec) -> TrainEngine:
     )
 
 
+def build_critic_engine(spec: WorkerSpec) -> CriticEngine:
+    """PPO's value model: its own weights, or the policy's with a value head of zeros."""
+    config = spec.config
+    return resolve(config.train.engine, CRITIC_ENGINES, "train.engine")(
+        Path(spec.critic_dir or spec.model_dir),
+        config=config.train,
+        critic=config.algorithm.critic,
+        max_response_tokens=config.rollout.max_response_tokens,
+        num_steps=config.train.steps,
+        device=spec.device,
+        seed=config.run.seed,
+        deterministic=config.run.deterministic,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def build_reward_model(spec: WorkerSpec) -> RewardModel:
+    """The model that scores responses."""
+    assert spec.reward_model_dir is not None
+    return RewardModel(
+        Path(spec.reward_model_dir),
+        device=spec.device,
+        batch_tokens=spec.config.reward.model.batch_tokens,
+        dtype=spec.config.train.precision,
+        trust_remote_code=spec.config.model.trust_remote_code,
+    )
+
+
 def build_sampling(spec: WorkerSpec) -> Sampling:
     """How training samples are drawn: the recipe's words, and nothing from the model's generation settings."""
     rollout = spec.config.rollout
@@ -69,18 +91,3 @@ def build_sampling(spec: WorkerSpec) -> Sampling:
         min_p=rollout.min_p,
         stop_token_ids=rollout.stop_token_ids,
     )
-
-
-def build_estimate(algorithm: AlgorithmConfig) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """The advantage estimator with its arguments bound. UserError for a name or an argument that it does not know."""
-    estimator = resolve(algorithm.advantage, ADVANTAGES, "algorithm.advantage")
-    parameters = inspect.signature(estimator).parameters
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    known = list(parameters)[2:]
-    for name in algorithm.advantage_args:
-        if name not in known and not open_ended:
-            raise UserError(
-                f"algorithm.advantage_args: {algorithm.advantage!r} takes no {name!r}; "
-                f"it takes: {', '.join(known) or 'none'}"
-            )
-    return functools.partial(estimator, **algorithm.advantage_args)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from tranship.config import Config
 from tranship.dock import Dock, StageNeeds
 from tranship.runtime import Context
-from tranship.stages import stage_table
+from tranship.stages import StageSpec
 
 
-def make_dock(config: Config, run_id: str, shared: bool, context: Context) -> Dock:
+def make_dock(config: Config, table: tuple[StageSpec, ...], run_id: str, shared: bool, context: Context) -> Dock:
     """The dock of a run. shared: payload in shared memory, since other processes read it."""
     del context
     return Dock(
-        [StageNeeds(stage.name, stage.reads, "group") for stage in stage_table(config.algorithm)],
+        [StageNeeds(stage.name, stage.reads, "group") for stage in table],
         run_id=run_id,
         batch_groups=config.groups_per_step,
         staleness=config.dock.staleness,
@@ -22,4 +22,5 @@ def make_dock(config: Config, run_id: str, shared: bool, context: Context) -> Do
         capacity_bytes=config.dock.capacity_bytes,
         shared=shared,
         ordered=config.run.deterministic or config.dock.staleness == 0,
+        refill=config.algorithm.dynamic_sampling,
     )

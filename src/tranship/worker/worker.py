@@ -11,30 +11,37 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from tranship.algorithms.objective import make_loss
+from tranship.algorithms.estimate import make_estimate
+from tranship.algorithms.objective import make_loss, make_value_loss
 from tranship.dock import Batch, DockClient
 from tranship.layouts import Piece
 from tranship.models.tokenizer import decode_response, load_tokenizer
 from tranship.observe import rss_bytes
-from tranship.rewards import RewardPool
+from tranship.observe.profile import Profiler
+from tranship.observe.snapshot import snapshots_wanted
+from tranship.rewards import make_pool
 from tranship.rollout import RolloutEngine
 from tranship.runtime import Context, ServiceProxy
 from tranship.stages import Stage, Stopwatch
 from tranship.stages.advantage import AdvantageStage
-from tranship.stages.reference import ReferenceStage
+from tranship.stages.env_setup import make_episodes
+from tranship.stages.episodes import Episodes
+from tranship.stages.forward import Compute, ForwardStage
+from tranship.stages.recorded import RecordedStage
 from tranship.stages.reward import RewardStage
 from tranship.stages.rollout import RolloutStage
-from tranship.stages.train import TrainStage
-from tranship.train import TrainEngine
+from tranship.stages.train import Critic, TrainStage
+from tranship.train import CriticEngine, TrainEngine
 from tranship.types import RunError
 from tranship.worker.build import (
-    build_estimate,
+    build_critic_engine,
+    build_reward_model,
     build_rollout_engine,
     build_sampling,
     build_train_engine,
 )
-from tranship.worker.describe import sample_record, sampling_record
-from tranship.worker.spec import WorkerSpec
+from tranship.worker.describe import sample_record, sampling_record, token_record
+from tranship.worker.spec import WEIGHTS, WorkerSpec
 from tranship.worker.weights import (
     FetchedWeights,
     LocalWeights,
@@ -62,20 +69,24 @@ class Worker:
         self._context = context
         self._watch = Stopwatch()
         self._stop = threading.Event()
+        self._with_tokens = snapshots_wanted(spec.config.observe)
         self._batches_trained = 0
+        self._profiler = Profiler(Path(spec.config.run.dir), context.name, spec.config.observe.profile_steps)
         self._tokenizer = load_tokenizer(Path(spec.model_dir), spec.config.model.trust_remote_code)
         self._dock = DockClient(
             dock.call, context.name, wait_s=spec.config.dock.lease_s, seen_seq=lambda: dock.seen_seq
         )
         dock.watch(context.wakeup)
-        self._trainer: TrainEngine | None = build_train_engine(spec) if "train" in spec.stages else None
+        has_weights = "train" in spec.stages or WEIGHTS in spec.stages
+        self._trainer: TrainEngine | None = build_train_engine(spec) if has_weights else None
+        self._critic: CriticEngine | None = build_critic_engine(spec) if "value" in spec.stages else None
         self._sampler: RolloutEngine | None = build_rollout_engine(spec) if "rollout" in spec.stages else None
         self._local: LocalWeights | None = None
         self._published: PublishedWeights | None = None
         self._fetched: FetchedWeights | None = None
         if self._trainer is not None and self._sampler is not None:
             self._local = LocalWeights(self._trainer, self._sampler, self._probe(), self._watch)
-        self._stages = [self._build_stage(name) for name in spec.stages]
+        self._stages = [self._build_stage(name) for name in spec.stages if name != WEIGHTS]
 
     def poll(self) -> bool:
         """One pass over the stages; returns whether any did something."""
@@ -95,6 +106,7 @@ class Worker:
 
     def close(self) -> None:
         """End the stages; the processes of the reward pool end too."""
+        self._profiler.close()
         for stage in self._stages:
             stage.close()
         self._dock.close()
@@ -144,17 +156,25 @@ class Worker:
         """Write the trainer's state and a Hugging Face folder."""
         assert self._trainer is not None
         self._trainer.save(Path(folder) / "trainer")
+        if self._critic is not None:
+            self._critic.save(Path(folder) / "critic")
         self._trainer.export(Path(folder) / "model")
 
     def load(self, folder: str) -> None:
         """Take over what `save` wrote."""
         assert self._trainer is not None
         self._trainer.load(Path(folder) / "trainer")
+        if self._critic is not None:
+            self._critic.load(Path(folder) / "critic")
 
     def export(self, folder: str) -> None:
         """Write the current weights as a Hugging Face folder."""
         assert self._trainer is not None
         self._trainer.export(Path(folder))
+
+    def profile_step(self, step: int) -> None:
+        """Step `step` begins here, if it is one that is to be profiled; the one before it is written."""
+        self._profiler.begin(step)
 
     def timings(self) -> dict[str, float]:
         """Seconds by stage since the last call, and this process's resident memory now (`rss_bytes`)."""
@@ -174,7 +194,8 @@ class Worker:
         return decode_response(self._tokenizer, token_ids)
 
     def _describe(self, batch: Batch, row: int) -> dict[str, Any]:
-        return {**sample_record(batch, row, self._decode), **sampling_record(batch, row)}
+        tokens = token_record(batch, row, self._spec.stage("advantage").reads) if self._with_tokens else {}
+        return {**sample_record(batch, row, self._decode), **sampling_record(batch, row), **tokens}
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
@@ -186,54 +207,122 @@ class Worker:
         self._context.emit(event)
 
     def _build_stage(self, name: str) -> Stage:
-        config, dock, watch = self._spec.config, self._dock, self._watch
         if name == "rollout":
-            assert self._sampler is not None
-            return RolloutStage(
-                dock,
-                self._sampler,
-                sampling=build_sampling(self._spec),
-                run_seed=config.run.seed,
-                lease_s=config.dock.lease_s,
-                watch=watch,
-                update=self._update_weights,
-            )
+            return self._rollout_stage()
         if name == "reward":
-            reward = config.reward
-            log_file = Path(config.run.dir) / "reward.log"
-            log_file.parent.mkdir(parents=True, exist_ok=True)
-            pool = RewardPool(
-                reward.function,
-                reward.args,
-                reward.num_workers,
-                reward.timeout_s,
-                wakeup=self._context.wakeup,
-                log_file=log_file,
-            )
-            return RewardStage(dock, pool, decode=self._decode, lease_s=config.dock.lease_s, watch=watch)
-        if name == "reference":
-            engine = build_train_engine(self._spec)
-            return ReferenceStage(dock, engine, max_groups=config.groups_per_step, watch=watch)
+            return self._reward_stage()
+        if name in ("reference", "proximal", "value", "reward_model"):
+            return self._forward_stage(name)
+        if name == "recorded":
+            groups = self._spec.config.groups_per_step
+            return RecordedStage(self._dock, max_groups=groups, emit=self._emit, watch=self._watch)
         if name == "advantage":
-            return AdvantageStage(
-                dock,
-                estimate=build_estimate(config.algorithm),
-                keep_without_signal=config.algorithm.keep_groups_without_signal,
-                describe=self._describe,
-                emit=self._emit,
-                watch=watch,
-            )
+            return self._advantage_stage()
         if name == "train":
-            assert self._trainer is not None
-            return TrainStage(
-                dock,
-                self._trainer,
-                make_loss(config.algorithm),
-                groups_per_step=config.groups_per_step,
-                lease_s=config.dock.lease_s,
-                with_reference=config.algorithm.kl.coef > 0,
-                emit=self._emit,
-                watch=watch,
-                check_stop=self._check_stop,
-            )
+            return self._train_stage()
         raise RunError(f"no stage is called {name!r}")
+
+    def _rollout_stage(self) -> Stage:
+        assert self._sampler is not None
+        config = self._spec.config
+        return RolloutStage(
+            self._dock,
+            self._sampler,
+            sampling=build_sampling(self._spec),
+            run_seed=config.run.seed,
+            kinds=self._spec.stage("rollout").kinds,
+            lease_s=config.dock.lease_s,
+            watch=self._watch,
+            update=self._update_weights,
+            episodes=self._episodes(),
+        )
+
+    def _episodes(self) -> Episodes | None:
+        """The sessions with the environment, if the recipe names one."""
+        config = self._spec.config
+        if config.env.name is None:
+            return None
+        log_file = Path(config.run.dir) / "env.log"
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        return make_episodes(
+            config.env,
+            self._tokenizer,
+            end_ids=self._spec.eos_token_ids,
+            template_args=config.data.template_args,
+            run_seed=config.run.seed,
+            wakeup=self._context.wakeup,
+            log_file=log_file,
+        )
+
+    def _reward_stage(self) -> Stage:
+        config = self._spec.config
+        log_file = Path(config.run.dir) / "reward.log"
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        pool = None
+        if config.reward.function != "none" or config.reward.terms:
+            pool = make_pool(config.reward, wakeup=self._context.wakeup, log_file=log_file)
+        return RewardStage(
+            self._dock,
+            pool,
+            reward=config.reward,
+            max_response_tokens=config.rollout.max_response_tokens,
+            kinds=self._spec.stage("reward").kinds,
+            decode=self._decode,
+            lease_s=config.dock.lease_s,
+            watch=self._watch,
+        )
+
+    def _forward_stage(self, name: str) -> Stage:
+        row = self._spec.stage(name)
+        if name == "reference":
+            compute: Compute = build_train_engine(self._spec).logprobs
+        elif name == "proximal":
+            assert self._trainer is not None
+            compute = self._trainer.logprobs
+        elif name == "value":
+            assert self._critic is not None
+            compute = self._critic.values
+        else:
+            compute = build_reward_model(self._spec).scores
+        return ForwardStage(
+            name,
+            row.writes[0],
+            self._dock,
+            compute,
+            kinds=row.kinds,
+            max_groups=self._spec.config.groups_per_step,
+            watch=self._watch,
+        )
+
+    def _advantage_stage(self) -> Stage:
+        algorithm = self._spec.config.algorithm
+        return AdvantageStage(
+            self._dock,
+            reads=self._spec.stage("advantage").reads,
+            estimate=make_estimate(algorithm),
+            keep_without_signal=algorithm.keep_groups_without_signal,
+            describe=self._describe,
+            emit=self._emit,
+            watch=self._watch,
+        )
+
+    def _train_stage(self) -> Stage:
+        config = self._spec.config
+        assert self._trainer is not None
+        critic = None
+        if self._critic is not None:
+            settings = config.algorithm.critic
+            critic = Critic(self._critic, make_value_loss(settings), settings.warmup_steps)
+        return TrainStage(
+            self._dock,
+            self._trainer,
+            make_loss(config.algorithm),
+            reads=self._spec.stage("train").reads,
+            groups_per_step=config.groups_per_step,
+            lease_s=config.dock.lease_s,
+            whiten_advantages=config.algorithm.whiten_advantages,
+            critic=critic,
+            emit=self._emit,
+            watch=self._watch,
+            check_stop=self._check_stop,
+        )

@@ -1,23 +1,34 @@
+import inspect
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tranship.algorithms import ADVANTAGES
-from tranship.algorithms.advantages import grpo, rloo
+from tranship.algorithms.advantages import grpo, reinforce, rloo
 from tranship.lookup import resolve
 
-CALLS = [(name, {"scale_by_std": scale}) for name in ADVANTAGES for scale in (False, True)]
+
+def estimator(name):
+    return resolve(name, ADVANTAGES, "algorithm.advantage")
+
+
+def _calls():
+    for name in ADVANTAGES:
+        scaled = "scale_by_std" in inspect.signature(estimator(name)).parameters
+        yield from ((name, {"scale_by_std": scale}) for scale in (False, True)) if scaled else [(name, {})]
+
+
+CALLS = list(_calls())
+# They compare samples with each other; reinforce does not.
+COMPARING = [(name, args) for name, args in CALLS if name != "reinforce"]
 IDS = np.array([0, 1, 0, 2, 0, 1])
 REWARDS = np.array([1, 5, 0, 7, 1, 5], dtype=np.float32)
 
 rewards_and_ids = st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(0, 3)), min_size=1, max_size=24).map(
     lambda rows: (np.array([r for r, _ in rows]), np.array([g for _, g in rows]))
 )
-
-
-def estimator(name):
-    return resolve(name, ADVANTAGES, "algorithm.advantage")
 
 
 def test_groups_are_told_apart_by_id():
@@ -45,7 +56,7 @@ def test_a_group_alone_gives_what_it_gives_among_others(name, args, rows):
         np.testing.assert_array_equal(estimator(name)(rewards[here], ids[here], **args), together[here])
 
 
-@pytest.mark.parametrize(("name", "args"), CALLS)
+@pytest.mark.parametrize(("name", "args"), COMPARING)
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.35, 0.95, 1 / 3, -7.7])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
@@ -71,7 +82,8 @@ def test_leave_one_out_is_unscaled_where_the_others_do_not_vary():
     rewards=st.lists(st.floats(0, 1) | st.floats(0, 1e-6) | st.just(0.95), min_size=1, max_size=40),
 )
 def test_rewards_of_spread_one_never_explode(name, args, base, rewards):
-    result = estimator(name)(base + np.array(rewards), np.zeros(len(rewards)), **args)
+    shift = 0.0 if name == "reinforce" else base
+    result = estimator(name)(shift + np.array(rewards), np.zeros(len(rewards)), **args)
     assert (np.abs(result) <= 100 * (1 + 1e-6)).all()
 
 
@@ -89,3 +101,8 @@ def test_a_nan_reward_stays_visible_and_in_its_group(name, args):
     assert np.isnan(result[:3]).any()
     assert np.isfinite(result[3:]).all()
     assert np.isnan(estimator(name)(np.array([np.nan]), np.array([4]), **args)).all()
+
+
+def test_without_a_baseline_a_sample_is_worth_its_reward():
+    np.testing.assert_array_equal(reinforce(REWARDS, IDS), REWARDS)
+    assert reinforce(np.array([0.25]), np.array([3])).tolist() == [0.25]

@@ -1,12 +1,14 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
 from tranship.algorithms.aggregate import aggregate
 
+ROOT = Path(__file__).parents[3]
 LOSSES = torch.tensor([[1.0, 1, 1, 1], [5, 0, 0, 0]])
 MASK = torch.tensor([[True] * 4, [True, False, False, False]])
 EXPECTED = {
@@ -81,7 +83,10 @@ RANK_PROGRAM = textwrap.dedent(
     from datetime import timedelta
     import torch
     import torch.distributed as dist
+    from tests.unit.algorithms.batches import Batch, Totals
     from tranship.algorithms.aggregate import aggregate
+    from tranship.algorithms.objective import make_loss
+    from tranship.config.schema import AlgorithmConfig
 
     rank, address, masked_row = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "yes"
     torch.set_num_threads(1)
@@ -104,6 +109,16 @@ RANK_PROGRAM = textwrap.dedent(
         assert abs(total.item() - expected) < 1e-5, (mode, total)
         if mode == "token-mean":
             assert (losses.grad - 0.2 * mask).abs().max() < 1e-6, losses.grad
+    # The loss of REINFORCE at advantage -1 is the log-prob: the same numbers through a whole objective.
+    losses.grad = None
+    loss, _ = make_loss(AlgorithmConfig(loss="reinforce"))(
+        Batch(losses, losses.detach(), -torch.ones_like(losses), mask), Totals(int(counts[0]), int(counts[1]))
+    )
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    assert abs(total.item() - 1.8) < 1e-5, total
+    assert (losses.grad - 0.2 * mask).abs().max() < 1e-6, losses.grad
     dist.destroy_process_group()
     """
 )
@@ -114,7 +129,10 @@ def test_split_over_two_ranks_changes_nothing(masked_row, tmp_path):
     address = f"file://{tmp_path}/rendezvous"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK_PROGRAM, str(rank), address, masked_row], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", RANK_PROGRAM, str(rank), address, masked_row],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         for rank in range(2)
     ]

@@ -2,23 +2,18 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tranship.algorithms import LOSSES
-from tranship.algorithms.losses import clip
-from tranship.lookup import resolve
+from tranship.algorithms.losses import cispo, clip, gspo, reinforce, sft
+from tranship.types import UserError
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
-JUNK = [float("nan"), float("inf"), -float("inf"), 1e30]
 
 
-def at_ratio(ratio, advantage, **options):
+def at_ratio(loss, ratio, advantage, **options):
+    """(loss, d loss / d logprob, metrics) of one token whose log-prob is log(ratio), and was 0."""
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)
-    losses, metrics = clip(
-        logprobs, torch.zeros(1, 1), torch.full((1, 1), float(advantage)), mask, **{**OPTIONS, **options}
-    )
+    losses, metrics = loss(logprobs, torch.zeros(1, 1), torch.full((1, 1), float(advantage)), mask, **options)
     losses.sum().backward()
     assert logprobs.grad is not None
     return losses.item(), logprobs.grad.item(), metrics
@@ -40,7 +35,7 @@ def at_ratio(ratio, advantage, **options):
     ],
 )
 def test_clip_bounds_the_side_that_would_gain(ratio, advantage, options, loss, gradient):
-    seen_loss, seen_gradient, _ = at_ratio(ratio, advantage, **options)
+    seen_loss, seen_gradient, _ = at_ratio(clip, ratio, advantage, **{**OPTIONS, **options})
     assert seen_loss == pytest.approx(loss, abs=1e-5)
     assert seen_gradient == pytest.approx(gradient, abs=1e-5)
 
@@ -57,75 +52,79 @@ def test_metrics_count_unmasked_tokens_only():
 
 
 def test_dual_clip_is_counted_apart():
-    _, _, metrics = at_ratio(20, -1, dual_clip=10.0)
+    _, _, metrics = at_ratio(clip, 20, -1, clip_low=0.2, clip_high=0.2, dual_clip=10.0)
     assert metrics["dual_clip_frac"] == (1, 1)
     assert metrics["clip_frac"] == (0, 1)
 
 
-def test_a_huge_ratio_stays_finite():
-    logprobs = torch.tensor([[-1.0]], requires_grad=True)
-    losses, metrics = clip(
-        logprobs, torch.tensor([[-1e4]]), -torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), **OPTIONS
-    )
+def rows(log_ratios, advantages, mask):
+    """(logprobs that want a gradient, old log-probs, advantages, mask), float64."""
+    old = torch.full_like(torch.tensor(log_ratios, dtype=torch.float64), -1.0)
+    logprobs = (old + torch.tensor(log_ratios, dtype=torch.float64)).requires_grad_()
+    return logprobs, old, torch.tensor(advantages, dtype=torch.float64).unsqueeze(-1).expand(old.shape), mask
+
+
+def test_gspo_has_the_value_and_gradient_of_the_papers_sequence_objective():
+    mask = torch.tensor([[True, True, True], [True, False, True], [True, True, False]])
+    log_ratios = [[0.1, -0.05, 0.1], [-0.3, 9.0, 0.2], [0.9, 0.7, 0.0]]
+    logprobs, old, advantages, _ = rows(log_ratios, [1.0, -2.0, 0.5], mask)
+    losses, metrics = gspo(logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.28)
+    lengths = mask.sum(-1)
+    (losses.sum(-1) / lengths).mean().backward()
+
+    paper = logprobs.detach().clone().requires_grad_()
+    s = (torch.where(mask, paper - old, 0.0).sum(-1) / lengths).exp()
+    of_rows = -torch.minimum(s * advantages[:, 0], s.clamp(0.8, 1.28) * advantages[:, 0])
+    of_rows.mean().backward()
+    torch.testing.assert_close((losses.sum(-1) / lengths).mean(), of_rows.mean())
+    torch.testing.assert_close(logprobs.grad, paper.grad)
+    assert (logprobs.grad[2] == 0).all(), "the third row's ratio, exp(.8), is beyond the bound"
+    assert metrics["clip_frac"] == (2, 7)
+    assert metrics["ratio_mean"][0] == pytest.approx((s * lengths).sum().item())
+
+
+def test_gspo_clips_whole_responses():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    logprobs, old, advantages, _ = rows([[2.0, -2.0]], [1.0], mask)
+    losses, _ = gspo(logprobs, old, advantages, mask, clip_low=3e-4, clip_high=4e-4)
     losses.sum().backward()
-    assert torch.isfinite(losses).all()
-    assert logprobs.grad is not None
-    assert torch.isfinite(logprobs.grad).all()
-    assert all(math.isfinite(total) for total, _ in metrics.values())
+    assert losses.tolist() == [[-1.0, -1.0]]
+    torch.testing.assert_close(logprobs.grad, torch.full_like(old, -1.0))
 
 
-def batch(seed, rows, tokens):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = [torch.randn(rows, tokens, generator=generator) for _ in range(3)]
-    return inputs, torch.rand(rows, tokens, generator=generator) < 0.6
-
-
-def run(name, inputs, mask, dual_clip):
-    logprobs = inputs[0].clone().requires_grad_()
-    loss = resolve(name, LOSSES, "algorithm.loss")
-    losses, metrics = loss(logprobs, *inputs[1:], mask, clip_low=0.2, clip_high=0.28, dual_clip=dual_clip)
-    losses.sum().backward()
-    return losses.detach(), logprobs.grad, metrics
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@given(
-    seed=st.integers(0, 2**31),
-    rows=st.integers(1, 5),
-    tokens=st.integers(1, 9),
-    junk=st.lists(st.sampled_from(JUNK), min_size=3, max_size=3),
-    dual_clip=st.sampled_from([None, 1.5]),
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "options", "weight"),
+    [(1.5, 1, {}, 1.28), (1.5, -1, {}, 1.28), (0.5, 1, {}, 0.5), (0.5, -1, {"min_ratio": 0.8}, 0.8), (1.1, 2, {}, 1.1)],
 )
-def test_masked_positions_never_matter(name, seed, rows, tokens, junk, dual_clip):
-    inputs, mask = batch(seed, rows, tokens)
-    losses, gradient, metrics = run(name, inputs, mask, dual_clip)
-    spoiled = [x.masked_fill(~mask, value) for x, value in zip(inputs, junk, strict=True)]
-    other_losses, other_gradient, other_metrics = run(name, spoiled, mask, dual_clip)
-    assert torch.equal(losses, other_losses)
-    assert torch.equal(gradient, other_gradient)
-    assert metrics == other_metrics
-    assert (losses[~mask] == 0).all()
-    assert (gradient[~mask] == 0).all()
+def test_cispo_clips_the_weight_and_never_the_gradient(ratio, advantage, options, weight):
+    loss, gradient, metrics = at_ratio(cispo, ratio, advantage, clip_high=0.28, **options)
+    assert loss == pytest.approx(-weight * advantage * math.log(ratio), abs=1e-6)
+    assert gradient == pytest.approx(-weight * advantage, abs=1e-6)
+    assert metrics["clip_frac"] == (weight != ratio, 1)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@given(seed=st.integers(0, 2**31), rows=st.integers(1, 6), tokens=st.integers(1, 9), data=st.data())
-def test_row_order_never_matters(name, seed, rows, tokens, data):
-    inputs, mask = batch(seed, rows, tokens)
-    order = torch.tensor(data.draw(st.permutations(range(rows))))
-    losses, gradient, metrics = run(name, inputs, mask, 2.0)
-    other_losses, other_gradient, other_metrics = run(name, [x[order] for x in inputs], mask[order], 2.0)
-    assert torch.equal(other_losses, losses[order])
-    assert torch.equal(other_gradient, gradient[order])
-    for key, (total, weight) in metrics.items():
-        assert other_metrics[key] == pytest.approx((total, weight), rel=1e-12, abs=1e-12)
+@pytest.mark.parametrize("bound", [-0.1, 1.5, float("nan")])
+def test_cispo_refuses_a_lower_bound_that_is_none(bound):
+    with pytest.raises(UserError, match="min_ratio"):
+        at_ratio(cispo, 1.0, 1, clip_high=0.2, min_ratio=bound)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("which", range(3))
-def test_a_nan_at_a_valid_position_is_not_hidden(name, which):
-    inputs, mask = batch(3, 2, 4)
-    mask[0, 1] = True
-    inputs[which][0, 1] = float("nan")
-    losses, _, _ = run(name, inputs, mask, 2.0)
-    assert torch.isnan(losses[0, 1])
+@pytest.mark.parametrize("advantage", [2.0, -0.5])
+def test_reinforce_pulls_by_the_advantage_whatever_the_ratio(advantage):
+    for ratio in (0.1, 1.0, 7.0):
+        loss, gradient, metrics = at_ratio(reinforce, ratio, advantage)
+        assert loss == pytest.approx(-advantage * math.log(ratio), abs=1e-6)
+        assert gradient == pytest.approx(-advantage)
+        assert metrics["ratio_mean"][0] == pytest.approx(ratio, rel=1e-5)
+
+
+def test_sft_is_the_negative_log_likelihood_of_the_unmasked_tokens():
+    logprobs = torch.tensor([[-1.0, -2.0, -5.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, False]])
+    nothing = torch.full((1, 3), float("nan"))
+    losses, metrics = sft(logprobs, nothing, nothing, mask)
+    losses.sum().backward()
+    assert losses.tolist() == [[1.0, 2.0, 0.0]]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [[-1.0, -1.0, 0.0]]
+    assert metrics == {"nll": (3.0, 2.0)}

@@ -83,10 +83,10 @@ def test_overrides_do_not_change_the_mapping_that_was_given() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.optimizer.learning_rte=1e-5", ["learning_rte", "1e-05", "did you mean train.optimizer.learning_rate?"]),
-        ("learning_rte=1e-5", ["did you mean train.optimizer.learning_rate?"]),
-        ("learning_rate=1e-5", ["did you mean train.optimizer.learning_rate?"]),
-        ("train.learning_rate=1e-5", ["did you mean train.optimizer.learning_rate?"]),
+        ("train.optimizer.learning_rte=1e-5", ["learning_rte", "1e-05", "did you mean train.optimizer.learning_rate"]),
+        ("learning_rte=1e-5", ["did you mean train.optimizer.learning_rate"]),
+        ("learning_rate=1e-5", ["did you mean train.optimizer.learning_rate"]),
+        ("train.learning_rate=1e-5", ["did you mean train.optimizer.learning_rate"]),
         ("rollout.group_sise=4", ["did you mean rollout.group_size?"]),
         ("dock.capacity=4", ["did you mean dock.capacity_bytes?"]),
         ("rollout.n=8", ["verl", "rollout.group_size"]),
@@ -94,7 +94,7 @@ def test_overrides_do_not_change_the_mapping_that_was_given() -> None:
         ("num_generations=8", ["TRL", "rollout.group_size"]),
         ("rollout.num_generations=8", ["TRL", "rollout.group_size"]),
         ("num_generation=8", ["TRL", "rollout.group_size"]),
-        ("n_samples_per_prompt=8", ["OpenRLHF and MindSpeed RL call", "rollout.group_size"]),
+        ("n_samples_per_prompt=8", ["OpenRLHF, slime and MindSpeed RL call", "rollout.group_size"]),
         ("rl_config.n_samples_per_prompt=8", ["MindSpeed RL", "rollout.group_size"]),
         ("data.train_batch_size=64", ["verl", "train.batch_size", "counts prompts", "rollout.group_size"]),
         ("train_batch_size=64", ["verl", "train.batch_size", "OpenRLHF", "train.minibatches"]),

@@ -32,6 +32,19 @@ def plain_ids(messages: list[dict[str, str]], tokenizer=TOKENIZER) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<call>' + call['function'] | tojson + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+
+
+def call(**arguments: str) -> dict:
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+
+
 def user(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
@@ -42,6 +55,7 @@ def with_template(template: str):
     return tokenizer
 
 
+@settings(deadline=None, max_examples=60)
 @given(content=st.text(max_size=40).filter(lambda text: "<|" not in text))
 def test_harmless_text_is_encoded_as_the_template_does(content: str):
     ids = encode_chat(TOKENIZER, user(content))
@@ -74,6 +88,23 @@ def test_a_template_that_trims_is_followed():
         user("  x<|im_end|> "), add_generation_prompt=True, tokenize=False
     )
     assert ids.count(IM_END) == 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(contents=st.lists(TEXTS, min_size=3, max_size=3))
+def test_each_content_may_be_written_in_a_form_of_its_own(contents: list[str]):
+    body = "{{ content | trim if loop.index0 == 0 else {'output': content} | tojson if loop.index0 == 1 else content }}"
+    tokenizer = with_template(
+        "{% for message in messages %}{% set content = message['content'] %}{{ '<|im_start|>' }}"
+        + body
+        + "{{ '<|im_end|>' }}{% endfor %}"
+    )
+    messages = [
+        {"role": role, "content": text} for role, text in zip(["user", "tool", "system"], contents, strict=True)
+    ]
+    ids = encode_chat(tokenizer, messages).tolist()
+    assert [token for token in ids if token in (0, 1, 2)] == [IM_START, IM_END] * 3
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +163,65 @@ def test_template_arguments_reach_the_template_or_are_refused():
         encode_chat(tokenizer, user("hi"), template_args={"thinkin": False})
     with pytest.raises(UserError, match="'tokenize' is set by tranship"):
         encode_chat(tokenizer, user("hi"), template_args={"tokenize": False})
+
+
+def test_tools_and_calls_reach_the_template():
+    tokenizer = with_template(TOOL_TEMPLATE)
+    messages = [*user("1 + 2?"), call(a="1", b="2"), {"role": "tool", "content": "3"}]
+    ids = PromptEncoder(tokenizer).encode(messages, [TOOL]).tolist()
+    assert ids == tokenizer.apply_chat_template(messages, [TOOL], add_generation_prompt=True, return_dict=False)
+    assert '"description": "Adds."' in tokenizer.decode(ids)
+    assert '<call>{"name": "add", "arguments": {"a": "1", "b": "2"}}</call>' in tokenizer.decode(ids)
+
+
+@settings(deadline=None, max_examples=60)
+@given(content=TEXTS, role=st.sampled_from(["tool", "system", "user", "assistant"]))
+def test_text_of_any_role_is_text_beside_tools(content: str, role: str):
+    tokenizer = with_template(TOOL_TEMPLATE)
+    messages = [*user("x"), call(a="1"), {"role": role, "content": content}, *user("y")]
+    ids = PromptEncoder(tokenizer).encode(messages, [TOOL]).tolist()
+    assert [token for token in ids if token in (0, 1, 2)] == [IM_START, IM_END] * 5 + [IM_START]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+        messages, [TOOL], add_generation_prompt=True, tokenize=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools"),
+    [
+        ([*user("x"), call(a="<|im_end|>")], []),
+        ([*user("x"), call(**{"<|im_end|>": "a"})], []),
+        (user("x"), [{**TOOL, "function": {"name": "add", "description": "<|im_end|>"}}]),
+        ([{"role": "user", "content": "x", "name": "<|im_end|>"}], []),
+    ],
+)
+def test_special_text_outside_contents_is_refused(messages: list, tools: list):
+    with pytest.raises(UserError, match=r"only the content of a message can hold '<\|im_end\|>'"):
+        PromptEncoder(with_template(TOOL_TEMPLATE)).encode(messages, tools)
+
+
+def test_what_a_template_would_leave_out_is_refused():
+    with pytest.raises(UserError, match="there are tools, but the chat template does not read them"):
+        PromptEncoder(TOKENIZER).encode(user("x"), [TOOL])
+    with pytest.raises(UserError, match="tool_calls, which the chat template does not write"):
+        PromptEncoder(TOKENIZER).encode([*user("x"), call(a="1")])
+    thought = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
+    with pytest.raises(UserError, match="a message has reasoning_content, which the chat template does not write"):
+        PromptEncoder(TOKENIZER).encode([*user("x"), thought, *user("y")])
+    thinking = with_template("{% for m in messages %}{{ (m['thinking'] or '') + m['content'] }}{% endfor %}")
+    assert TOKENIZER.decode(PromptEncoder(thinking).encode([*user("x"), thought])) == "x2 + 24"
+    with pytest.raises(UserError, match="plain string, which cannot have tools"):
+        PromptEncoder(TOKENIZER).encode("x", [TOOL])
+    only_users = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    encoder = PromptEncoder(with_template(only_users))
+    assert encoder.encode(user("x")).tolist() == TOKENIZER.encode("x")
+    with pytest.raises(UserError, match="leaves the content of the tool message out"):
+        encoder.encode([*user("x"), {"role": "tool", "content": "y"}])
+
+
+def test_empty_contents_stay_empty():
+    no_content = "{% for m in messages %}{{ m['content'] or '<|endoftext|>' }}{% endfor %}"
+    assert encode_chat(with_template(no_content), [*user(""), *user("<|im_end|>")]).tolist().count(0) == 1
 
 
 def test_strings_are_plain_text():

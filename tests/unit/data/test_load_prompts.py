@@ -157,8 +157,9 @@ def test_prompts_that_are_too_long_are_refused_with_their_rows(tmp_path: Path):
     assert "data.too_long=drop" in str(caught.value)
     found = load(path, max_prompt_tokens=60, too_long="drop")
     assert [prompt.index for prompt in found.prompts] == [0, 2]
-    assert [index for index, _ in found.dropped] == [1, 3, 4, 5]
-    assert "over 60" in found.dropped[0][1]
+    assert [entry.row for entry in found.dropped] == [1, 3, 4, 5]
+    assert found.dropped[0].where == f"{path} line 2"
+    assert "over 60" in found.dropped[0].reason
 
 
 def test_dropping_every_prompt_is_an_error(tmp_path: Path):
@@ -171,6 +172,20 @@ def test_errors_of_encoding_name_the_row(tmp_path: Path):
     path = write_jsonl(tmp_path / "a.jsonl", [row(), row(prompt="plain")])
     with pytest.raises(UserError, match=r"line 2: the prompt is a plain string, which data\.system_prompt"):
         load(path, system_prompt="Be brief.")
+
+
+def test_a_template_that_writes_the_date_is_noted(tmp_path: Path):
+    tokenizer = make_tokenizer(600)
+    tokenizer.chat_template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date_string }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
+    source = DataSourceConfig(source=str(write_jsonl(tmp_path / "a.jsonl", [row()])))
+    open_date = load_prompts(source, tokenizer, data=DataConfig(train=source))
+    assert any("writes today's date into each prompt" in note for note in open_date.notes)
+    fixed = load_prompts(source, tokenizer, data=DataConfig(train=source, template_args={"date_string": "17 Jul 2025"}))
+    assert fixed.prompts[0].text.startswith("17 Jul 2025")
+    assert fixed.notes == ()
 
 
 def test_functions_of_users_are_sources(tmp_path: Path):

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tranship.dock import Batch, Dock, DockClient, StageNeeds, StaleLease
+from tranship.dock.service import DockService
 from tranship.types import SampleId
 
 LEASE_S = 10.0
@@ -48,6 +50,7 @@ class Setup:
     size: int
     ordered: bool
     on_stale: str
+    refill: bool = False
 
 
 def content(sample: SampleId, column: str) -> np.ndarray:
@@ -57,9 +60,12 @@ def content(sample: SampleId, column: str) -> np.ndarray:
 
 
 class History:
-    """Readers that hold leases for as long as they like, forget some of them, and come back with old ones."""
+    """Readers that hold leases for as long as they like, forget some of them, and come back with old ones.
 
-    def __init__(self, setup: Setup) -> None:
+    folder: the client reaches the dock through a service at a socket there (None: by a call in this process).
+    """
+
+    def __init__(self, setup: Setup, folder: Path | None = None) -> None:
         self.setup = setup
         self.now = 0.0
         self.ordered = setup.ordered or setup.staleness == 0
@@ -72,13 +78,20 @@ class History:
             lease_s=LEASE_S,
             slab_bytes=2048,
             capacity_bytes=1 << 20,
-            shared=False,
+            shared=folder is not None,
             ordered=setup.ordered,
+            refill=setup.refill,
             clock=lambda: self.now,
+            root=folder,
         )
-        self.client = DockClient(
-            lambda method, *args, **kwargs: getattr(self.dock, method)(*args, **kwargs), "reader", wait_s=0
-        )
+        self.service: DockService | None = None
+        if folder is None:
+            self.client = DockClient(
+                lambda method, *args, **kwargs: getattr(self.dock, method)(*args, **kwargs), "reader", wait_s=0
+            )
+        else:
+            self.service = DockService(self.dock, [f"unix:{folder / 'dock'}"]).start()
+            self.client = DockClient.connect(self.service.addresses[0], self.service.secret, "reader", wait_s=0)
         self.next_id = 0
         self.held: dict[str, list[Batch]] = {stage.name: [] for stage in STAGES}
         self.over: list[Batch] = []
@@ -86,6 +99,7 @@ class History:
         self.taken_at: dict[int, int] = {}
         self.trained: Counter[int] = Counter()
         self.dropped: Counter[int] = Counter()
+        self.dropped_in_batch = 0
         self.happened: Counter[str] = Counter()
         self.consumed = 0
         self.seq = 0
@@ -104,7 +118,9 @@ class History:
         assert max(self.dropped.values(), default=1) == 1
         assert not self.trained.keys() & self.dropped.keys()
         assert sum(ledger.dropped.values()) == sum(self.dropped.values()) + ledger.too_stale
-        assert self.dock.num_admissible() == (setup.staleness + 1) * setup.batch - (self.next_id - self.consumed)
+        gone = self.consumed + (sum(ledger.dropped.values()) - self.dropped_in_batch if setup.refill else 0)
+        assert self.dock.num_admissible() == (setup.staleness + 1) * setup.batch - (self.next_id - gone)
+        assert self.dock.status().num_unconsumed == self.next_id - gone
         assert self.dock.seq >= self.seq
         self.seq = self.dock.seq
 
@@ -193,7 +209,12 @@ class History:
             return
         assert batch.version == self.dock.version
         assert len(batch.window) == len(batch.groups) + batch.num_dropped == self.setup.batch
-        if self.ordered:
+        if self.setup.refill:
+            assert not batch.num_dropped
+            if self.ordered:
+                left = [i for i in range(self.next_id) if i not in self.trained and i not in self.dropped]
+                assert list(batch.window) == left[: self.setup.batch]
+        elif self.ordered:
             first = batch.version * self.setup.batch
             assert batch.window == tuple(range(first, first + self.setup.batch))
         for sample in batch.ids:
@@ -213,6 +234,7 @@ class History:
             return
         if amount == 7 and batch.groups:
             self.drop(batch, batch.groups[0].group_id, "invalid:nan")
+            self.dropped_in_batch += 1
         self.trained.update(self.client.trained(batch.lease))
         self.consumed += self.setup.batch
         self.client.advance(self.dock.version + 1)
@@ -309,7 +331,7 @@ class History:
         self.pass_time(7, 0)
         total = (self.next_id // self.setup.batch + 2) * self.setup.batch
         while self.consumed < total:
-            self.admit(total - self.next_id - 1, 0)
+            self.admit(total - self.consumed - self.dock.status().num_unconsumed - 1, 0)
             self.generate(1000, 0)
             self.score_and_judge(0, 0)
             before = self.consumed
@@ -319,6 +341,11 @@ class History:
         assert self.dock.ledger.in_flight == 0
         assert all(slab.live == 0 for slab in self.dock._warehouse._slabs.values())
         assert len(self.dock._flow.leases) == 0
+        self.close()
+
+    def close(self) -> None:
+        if self.service is not None:
+            self.service.close()
         self.dock.close()
 
 
@@ -329,6 +356,7 @@ setups = st.builds(
     size=st.integers(1, 3),
     ordered=st.booleans(),
     on_stale=st.sampled_from(["finish_first", "discard"]),
+    refill=st.booleans(),
 )
 steps = st.lists(st.tuples(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 7), st.integers(0, 7)), max_size=60)
 
@@ -342,14 +370,15 @@ def test_any_short_history(setup, steps):
     history.end()
 
 
+@pytest.mark.parametrize("refill", [False, True])
 @pytest.mark.parametrize("on_stale", ["finish_first", "discard"])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_long_histories(staleness, ordered, on_stale):
+def test_long_histories(staleness, ordered, on_stale, refill):
     happened: Counter[str] = Counter()
     for seed in range(8):
         draw = random.Random(seed)
-        history = History(Setup(draw.randint(1, 3), staleness, draw.randint(1, 3), ordered, on_stale))
+        history = History(Setup(draw.randint(1, 3), staleness, draw.randint(1, 3), ordered, on_stale, refill))
         for action in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=250):
             history.step(action, draw.randint(0, 7), draw.randint(0, 7))
         happened += history.happened
@@ -357,3 +386,18 @@ def test_long_histories(staleness, ordered, on_stale):
         history.end()
     assert min(happened[what] for what in ("trained", "expired", "refused", "late")) >= 5
     assert (happened["too_stale"] > 0) == (on_stale == "discard" and staleness > 0 and not ordered)
+
+
+@pytest.mark.parametrize(("staleness", "on_stale", "refill"), [(0, "finish_first", True), (2, "discard", False)])
+def test_a_history_goes_the_same_way_through_a_service(tmp_path, staleness, on_stale, refill):
+    for seed in range(3):
+        ended = []
+        for folder in (None, tmp_path):
+            draw = random.Random(seed)
+            history = History(Setup(2, staleness, 3, False, on_stale, refill), folder)
+            for action in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=150):
+                history.step(action, draw.randint(0, 7), draw.randint(0, 7))
+            ended.append((history.dock.snapshot(), history.dock.seq, history.happened, history.trained))
+            history.end()
+        assert ended[0] == ended[1]
+        assert list(tmp_path.iterdir()) == []

@@ -110,13 +110,16 @@ def test_capacity_is_kept_and_named(warehouse):
         warehouse.lease_slab("e", 5 * SLAB)
 
 
-def test_a_large_block_gets_a_slab_of_its_own_that_does_not_stay(warehouse):
+def test_a_large_block_gets_a_slab_of_its_own_that_serves_the_next_one_of_its_size(warehouse):
     big = lease(warehouse, "a", nbytes=2 * SLAB)
-    assert big.nbytes == 2 * SLAB + 64
+    assert big.nbytes == 3 * SLAB
     warehouse.retain(big.slab, 1)
     lease(warehouse, "a", big.slab)
     warehouse.release(big.slab, 1)
-    assert warehouse.use().held_bytes == SLAB
+    assert warehouse.use().held_bytes == 4 * SLAB
+    again = lease(warehouse, "b", nbytes=2 * SLAB - 100)
+    assert (again.slab, again.generation) == (big.slab, big.generation + 1)
+    assert warehouse.use().held_bytes == 4 * SLAB
 
 
 def test_free_slabs_make_room_for_a_large_one(warehouse):

@@ -1,4 +1,4 @@
-"""Records of a small step and a small validation, any field of which a test may replace."""
+"""Records of small steps and a small validation, any field of which a test may replace."""
 
 from __future__ import annotations
 
@@ -38,6 +38,27 @@ def _step_record(step: int, **changed: Any) -> StepRecord:
     return StepRecord(**(fields | changed))
 
 
+def _recorded_step(step: int, **changed: Any) -> StepRecord:
+    fields: dict[str, Any] = {
+        "num_groups_with_signal": 0,
+        "dropped_groups": {},
+        "rewards": np.zeros(0),
+        "statuses": (),
+        "finish_reasons": (),
+        "response_lengths": np.zeros(0, dtype=np.int64),
+        "prompt_lengths": np.zeros(0, dtype=np.int64),
+        "advantages": np.zeros(0),
+        "staleness": np.zeros(0, dtype=np.int64),
+        "logprob_gap_max": None,
+        "logprob_gap_mean": None,
+        "train": {"loss": 0.6931, "grad_norm": 1.5, "num_tokens": 400, "learning_rate": 1e-6},
+        "reward_extra": {},
+        "timings_s": {"train": 2.0},
+        "tokens_generated": 0,
+    }
+    return _step_record(step, **(fields | changed))
+
+
 def _validation_record(when: When, step: int, score: float) -> ValidationRecord:
     return ValidationRecord(
         when=when,
@@ -56,6 +77,12 @@ def _validation_record(when: When, step: int, score: float) -> ValidationRecord:
 def step_record() -> Callable[..., StepRecord]:
     """Makes a StepRecord of 4 samples in 2 groups: (step, field=value, ...)."""
     return _step_record
+
+
+@pytest.fixture
+def recorded_step() -> Callable[..., StepRecord]:
+    """Makes a StepRecord of a batch of recorded responses, which has no rewards: (step, field=value, ...)."""
+    return _recorded_step
 
 
 @pytest.fixture

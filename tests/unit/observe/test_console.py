@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 
 import pytest
@@ -63,6 +64,41 @@ def test_live_shows_all_that_matters(step_record: MakeStep, validation_record: M
     ):  # fmt: skip
         assert text in shown, text
     assert shown.rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_plain_shows_the_loss_where_nothing_is_scored(recorded_step: MakeStep) -> None:
+    out = io.StringIO()
+    view = make_view("plain", Console(file=out), 10, "demo")
+    record = recorded_step(3, train={"loss": 0.6931, "grad_norm": 1.5, "num_tokens": 400, "pair_accuracy": 0.625})
+    view.step(record, step_metrics(record))
+    assert out.getvalue() == (
+        "step 3/10  loss 0.6931  accuracy 0.625  grad norm 1.500  100 tokens/s  4.0 s (train 2.0)  left 0:28\n"
+    )
+
+
+def test_live_shows_the_loss_where_nothing_is_scored(recorded_step: MakeStep) -> None:
+    out = io.StringIO()
+    view = make_view("live", Console(file=out, force_terminal=True, width=100), 10, "demo")
+    for step, loss in ((1, 2.0), (2, math.nan), (3, 1.0)):
+        record = recorded_step(step, train={"loss": loss, "num_tokens": 400, "pair_margin": 0.25})
+        view.step(record, step_metrics(record))
+    view.close("finished")
+    last = out.getvalue().rpartition("step 3/10")[2]
+    for text in ("1.0000", "█▁", "100 tokens/s", "margin", "0.250"):
+        assert text in last, text
+    assert "reward" not in last
+    assert "staleness" not in last
+
+
+def test_turns_and_tools_are_shown(step_record: MakeStep) -> None:
+    out = io.StringIO()
+    record = step_record(1, rollout_extra={"turns": 2.5, "tool_calls": 1.25, "tool_errors": 0.5})
+    for mode in ("plain", "live"):
+        view = make_view(mode, Console(file=out, force_terminal=mode == "live", width=100), 10, "demo")
+        view.step(record, step_metrics(record))
+        view.close("finished")
+    assert "length 5.0  turns 2.5  5 tokens/s" in out.getvalue()
+    assert "1.2 tool calls, 0.5 failed" in out.getvalue()
 
 
 def test_off_shows_nothing(step_record: MakeStep) -> None:

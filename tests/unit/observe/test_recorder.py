@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -179,3 +180,42 @@ def test_a_validation_without_a_scored_sample_has_no_score(tmp_path: Path, valid
     recorder.validation(validation_record("after", 1, math.nan))
     recorder.close("finished")
     assert recorder.totals()["val_after"] is None
+
+
+def test_a_snapshot_is_said_and_its_arrays_stay_out_of_the_samples(tmp_path: Path, step_record: MakeStep) -> None:
+    out = io.StringIO()
+    config = ObserveConfig(console="plain", trackers=())
+    recorder = Recorder(tmp_path, config, total_steps=2, terminal=Console(file=out, width=500))
+    row = sample(0) | {"logprobs": np.array([-0.5, -1.0], dtype=np.float32)}
+    for step, kl in ((1, 0.1), (2, 0.9)):
+        recorder.step(step_record(step, train={"kl": kl}))
+        recorder.samples(step, [row])
+    recorder.close("finished")
+    assert all("logprobs" not in written for written in rows(tmp_path / "samples.jsonl"))
+    (kept,) = rows(tmp_path / "snapshots" / "step-2" / "samples.jsonl")
+    assert kept["logprobs"] == [-0.5, -1.0]
+    (event,) = [event for event in rows(tmp_path / "events.jsonl") if event["kind"] == "snapshot"]
+    assert event["folder"] == str(tmp_path / "snapshots" / "step-2")
+    assert "step 2: kl is 0.9, above observe.snapshot_kl 0.5: kept in" in out.getvalue()
+    open_recorder(tmp_path).close("finished")
+    assert not (tmp_path / "snapshots").exists(), "a new run in the folder starts afresh"
+
+
+def test_a_snapshot_that_cannot_be_written_ends_nothing(tmp_path: Path, step_record: MakeStep) -> None:
+    recorder = open_recorder(tmp_path)
+    (tmp_path / "snapshots").write_text("in the way")
+    recorder.step(step_record(1, train={"kl": 0.9}))
+    recorder.samples(1, [sample(0)])
+    recorder.close("finished")
+    assert "snapshot_failed" in [event["kind"] for event in rows(tmp_path / "events.jsonl")]
+
+
+def test_a_run_of_recorded_responses_has_losses_in_its_totals(tmp_path: Path, recorded_step: MakeStep) -> None:
+    recorder = open_recorder(tmp_path)
+    for step, loss in ((1, 2.0), (2, 1.5), (3, 1.25)):
+        recorder.step(recorded_step(step, train={"loss": loss}))
+        recorder.samples(step, [])
+    recorder.close("finished")
+    totals = open_recorder(tmp_path, resumed_step=3).totals()
+    assert (totals["steps"], totals["loss_first"], totals["loss_last"]) == (3, 2.0, 1.25)
+    assert totals["tokens_per_s"] == 0

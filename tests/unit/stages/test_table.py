@@ -4,21 +4,67 @@ from __future__ import annotations
 
 import pytest
 
-from tranship.config import AlgorithmConfig, KlConfig
+from tranship.config import AlgorithmConfig, CorrectionConfig, KlConfig, RewardModelConfig
+from tranship.config.presets import ALGORITHMS
 from tranship.stages import StageSpec, check_table, stage_table
+from tranship.stages.table import evaluation_table
 from tranship.types import UserError
 
 
+@pytest.mark.parametrize("model", [None, "some/model"])
+@pytest.mark.parametrize("correction", ["none", "decoupled"])
+@pytest.mark.parametrize("where", ["loss", "reward"])
 @pytest.mark.parametrize("coef", [0.0, 0.1])
-def test_every_table_of_ours_is_sound(coef: float) -> None:
-    check_table(stage_table(AlgorithmConfig(kl=KlConfig(coef=coef))))
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_table_of_ours_is_sound(name: str, coef: float, where: str, correction: str, model: str | None) -> None:
+    if ALGORITHMS[name].flow in ("dpo", "sft"):
+        where, correction = "loss", "none"
+    algorithm = AlgorithmConfig(
+        name=name, kl=KlConfig(coef=coef, where=where), correction=CorrectionConfig(name=correction)
+    )
+    check_table(stage_table(algorithm, RewardModelConfig(path=model)))
+    check_table(evaluation_table(RewardModelConfig(path=model)))
+
+
+def names(algorithm: AlgorithmConfig) -> list[str]:
+    return [row.name for row in stage_table(algorithm)]
+
+
+def reads(algorithm: AlgorithmConfig, name: str) -> tuple[str, ...]:
+    return next(row for row in stage_table(algorithm) if row.name == name).reads
 
 
 def test_reference_is_there_only_with_a_kl_term() -> None:
-    without = {stage.name for stage in stage_table(AlgorithmConfig())}
-    with_kl = stage_table(AlgorithmConfig(kl=KlConfig(coef=0.1)))
-    assert "reference" not in without
-    assert "ref_logprobs" in next(stage for stage in with_kl if stage.name == "train").reads
+    assert "reference" not in names(AlgorithmConfig())
+    assert "ref_logprobs" in reads(AlgorithmConfig(kl=KlConfig(coef=0.1)), "train")
+
+
+def test_a_kl_in_the_reward_is_the_advantage_stages_and_not_the_losss() -> None:
+    algorithm = AlgorithmConfig(kl=KlConfig(coef=0.1, where="reward"))
+    assert "ref_logprobs" in reads(algorithm, "advantage")
+    assert "ref_logprobs" not in reads(algorithm, "train")
+
+
+def test_ppo_is_grpos_table_with_one_more_row_and_two_that_read_more() -> None:
+    plain, ppo = stage_table(AlgorithmConfig()), stage_table(AlgorithmConfig(name="ppo"))
+    assert [row.name for row in ppo if row.name != "value"] == [row.name for row in plain]
+    changed = [row.name for row in ppo if row.name != "value" and row not in plain]
+    assert changed == ["advantage", "train"]
+
+
+def test_recorded_data_is_sampled_for_validation_alone() -> None:
+    table = {row.name: row for row in stage_table(AlgorithmConfig(name="dpo"))}
+    assert table["rollout"].kinds == table["reward"].kinds == ("val",)
+    assert table["recorded"].kinds == ("train",)
+    assert "logprobs" not in table["train"].reads
+    assert "ref_logprobs" in table["train"].reads
+    assert "reference" not in names(AlgorithmConfig(name="sft"))
+
+
+def test_a_column_that_only_the_other_kind_has_is_refused() -> None:
+    table = [StageSpec("a", reads=(), writes=("x",), kinds=("val",)), StageSpec("b", reads=("x",), kinds=("train",))]
+    with pytest.raises(UserError, match="'b' reads"):
+        check_table(table)
 
 
 def test_a_column_that_nobody_wrote_is_refused() -> None:

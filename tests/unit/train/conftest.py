@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tranship.config.schema import TrainConfig
+from tranship.train import packed_steps
 from tranship.train.transformers_engine import TransformersEngine
 from tranship.types import SampleId, TrainBatch
 
@@ -75,6 +76,20 @@ def make_engine(model_folders) -> Callable[..., TransformersEngine]:
     return make
 
 
+@pytest.fixture
+def captured(monkeypatch) -> list[dict[str, torch.Tensor]]:
+    """The gradients of each optimizer step, as they were before clipping."""
+    steps = []
+    apply = packed_steps.apply_gradients
+
+    def spy(optimizer, parameters, **options):
+        steps.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        return apply(optimizer, parameters, **options)
+
+    monkeypatch.setattr(packed_steps, "apply_gradients", spy)
+    return steps
+
+
 def ragged_batch(seed: int, group_sizes: tuple[int, ...] = (3, 1, 4, 2), masked: bool = True) -> TrainBatch:
     """Samples of interleaved groups: responses of 1 to 12 tokens, some tokens and one whole row masked."""
     generator = np.random.default_rng(seed)
@@ -98,6 +113,8 @@ def ragged_batch(seed: int, group_sizes: tuple[int, ...] = (3, 1, 4, 2), masked:
         logprobs=[x - 4 for x in floats(0.3)],
         advantages=floats(1.0),
         ref_logprobs=[x - 4 for x in floats(0.3)],
+        values=floats(0.5),
+        returns=floats(1.0),
     )
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tranship.train.packing import Share, pack, rows_by_prompt, split_by_tokens, split_evenly
+from tranship.train.packing import Share, pack, padded, rows_by_prompt, split_by_tokens, split_evenly, spread
 
 CPU = torch.device("cpu")
 
@@ -35,6 +35,21 @@ def test_microbatches_hold_each_row_once_and_keep_to_the_limit(batch, max_tokens
         )
         assert size <= max_tokens or sum(len(share.rows) for share in run) == 1
         assert len({share.prompt for share in run}) == len(run)
+
+
+@given(batches(), st.integers(1, 40))
+def test_whole_shares_are_never_split_and_a_larger_one_goes_alone(batch, max_tokens):
+    prompts, group_of, responses, _ = batch
+    shares = rows_by_prompt(len(prompts), group_of)
+    runs = split_by_tokens(shares, [len(p) for p in prompts], [len(r) for r in responses], max_tokens, whole=True)
+    assert [share for run in runs for share in run] == shares
+
+    def size(share):
+        return len(prompts[share.prompt]) + sum(max(0, len(responses[row]) - 1) for row in share.rows)
+
+    for run, later in zip(runs, [*runs[1:], []], strict=True):
+        assert sum(map(size, run)) <= max_tokens or len(run) == 1
+        assert not later or sum(map(size, run)) + size(later[0]) > max_tokens
 
 
 @given(st.integers(0, 20), st.integers(1, 8))
@@ -88,3 +103,18 @@ def test_each_wanted_token_is_predicted_from_the_token_before_it(batch):
                 assert position[slot] == len(prompt) + step - 1
             else:
                 assert flat[slot] == -1
+
+
+@given(batches())
+def test_padded_columns_and_spread_values_lie_at_their_rows(batch):
+    prompts, group_of, responses, wanted = batch
+    packed = pack(rows_by_prompt(len(prompts), group_of), prompts, responses, wanted=wanted, device=CPU)
+    columns = padded(packed, responses, np.int64)
+    values = spread(packed, packed.target.double())
+    assert columns.shape == values.shape == (len(responses), max(map(len, responses)))
+    for place, row in enumerate(packed.rows):
+        length = len(responses[row])
+        assert columns[place, :length].tolist() == responses[row].tolist()
+        assert values[place, :length].tolist() == np.where(wanted[row], responses[row], 0).tolist()
+        assert not columns[place, length:].any()
+        assert not values[place, length:].any()

@@ -5,37 +5,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.unit.train.plain import assert_same_gradients, gradients_of, padded, plain_logprobs
 from tranship.algorithms.objective import make_loss
 from tranship.config.schema import AlgorithmConfig, KlConfig
-from tranship.train import transformers_engine
 from tranship.train.engine import LossInputs, Totals
 from tranship.types import RunError, UserError
 
 FAMILIES = ["llama-tied", "llama", "qwen2", "qwen3"]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-def plain_logprobs(model, batch, temperature):
-    """[N, T] log-probs of the padded batch by transformers alone, each row with its own copy of the prompt."""
-    rows = [np.concatenate([batch.prompts[g], r]) for g, r in zip(batch.group_of, batch.responses, strict=True)]
-    width = max(map(len, rows))
-    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-    attended = torch.zeros(len(rows), width, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = torch.from_numpy(row)
-        attended[i, : len(row)] = 1
-    logits = model(input_ids=tokens, attention_mask=attended, use_cache=False).logits / temperature
-    picked = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
-    result = torch.zeros(len(rows), max(map(len, batch.responses)))
-    for i, (group, response) in enumerate(zip(batch.group_of, batch.responses, strict=True)):
-        start = len(batch.prompts[group]) - 1
-        result[i, : len(response)] = picked[i, start : start + len(response)]
-    return result
-
-
-def padded(columns):
-    width = max(map(len, columns))
-    return torch.from_numpy(np.stack([np.pad(c, (0, width - len(c))) for c in columns]))
 
 
 def plain_gradients(folder, batch, algorithm, temperature):
@@ -50,28 +27,7 @@ def plain_gradients(folder, batch, algorithm, temperature):
     )
     loss, metrics = make_loss(algorithm)(inputs, Totals(int(mask.sum()), int(mask.any(-1).sum()), 12))
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, metrics
-
-
-@pytest.fixture
-def captured(monkeypatch):
-    """The gradients of each optimizer step, as they were before clipping."""
-    steps = []
-    apply = transformers_engine.apply_gradients
-
-    def spy(optimizer, parameters, **options):
-        steps.append({name: p.grad.clone() for name, p in parameters.items()})
-        return apply(optimizer, parameters, **options)
-
-    monkeypatch.setattr(transformers_engine, "apply_gradients", spy)
-    return steps
-
-
-def assert_same_gradients(seen, expected, tolerance=1e-5):
-    assert seen.keys() == expected.keys()
-    for name, gradient in expected.items():
-        gap = (seen[name] - gradient).norm() / gradient.norm()
-        assert gap <= tolerance, (name, gap)
+    return loss.item(), gradients_of(model), metrics
 
 
 @pytest.mark.parametrize("family", FAMILIES)

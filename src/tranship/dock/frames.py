@@ -1,0 +1,181 @@
+"""Frames on a stream socket: four bytes of length, then that many bytes. Lengths are checked before memory is taken.
+
+Also what comes before the first frame of a connection: both ends prove that they know the run's secret, which itself
+never crosses the wire (HMAC-SHA256 over two fresh nonces, RFC 2104; the answers of the two ends differ, so that none
+can be sent back). It keeps strangers out; it does not hide what is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+from pathlib import Path
+
+from tranship.types import RunError, UserError
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME = 64 << 20
+NONCE_BYTES = 32
+PROOF_BYTES = NONCE_BYTES + hashlib.sha256().digest_size
+MIN_SECRET_BYTES = 16
+_UNIX, _TCP = "unix:", "tcp:"
+
+
+class ConnectionLost(RunError):
+    """The other end is gone, or never was there."""
+
+
+def new_secret() -> bytes:
+    """A fresh secret for one run."""
+    return secrets.token_bytes(32)
+
+
+def check_secret(secret: bytes) -> bytes:
+    """The secret. UserError if it is too short to be one."""
+    if len(secret) < MIN_SECRET_BYTES:
+        raise UserError(f"the dock's secret has {len(secret)} bytes: give it at least {MIN_SECRET_BYTES}")
+    return secret
+
+
+def proof(secret: bytes, side: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """32 bytes that only a holder of the secret can compute. side: b"client" or b"server"."""
+    return hmac.new(secret, side + server_nonce + client_nonce, hashlib.sha256).digest()
+
+
+def proves(answer: bytes, secret: bytes, side: bytes, server_nonce: bytes, client_nonce: bytes) -> bool:
+    """Whether an answer is that proof, compared in constant time."""
+    return hmac.compare_digest(answer, proof(secret, side, server_nonce, client_nonce))
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """A listening socket, and the address that clients use. UserError for an address that cannot be bound.
+
+    address: "unix:PATH" (only this user can connect) or "tcp:HOST:PORT" (port 0: any free one).
+    """
+    kind, where = _parse(address)
+    listener = socket.socket(socket.AF_UNIX if kind == _UNIX else _family(where), socket.SOCK_STREAM)
+    try:
+        if isinstance(where, str):
+            _remove_left_over(where)
+            mask = os.umask(0o177)
+            try:
+                listener.bind(where)
+            finally:
+                os.umask(mask)
+        else:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"the dock cannot listen at {address}: {error.strerror}; use another address") from error
+    if isinstance(where, str):
+        return listener, address
+    return listener, f"{_TCP}{where[0]}:{listener.getsockname()[1]}"
+
+
+def connect(address: str, secret: bytes, limit_s: float) -> socket.socket:
+    """A connection whose two ends know the secret. ConnectionLost if there is none within the limit."""
+    kind, where = _parse(address)
+    stream = socket.socket(socket.AF_UNIX if kind == _UNIX else _family(where), socket.SOCK_STREAM)
+    try:
+        stream.settimeout(limit_s)
+        stream.connect(where)
+        if kind == _TCP:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        server_nonce = receive(stream, NONCE_BYTES)
+        client_nonce = secrets.token_bytes(NONCE_BYTES)
+        stream.sendall(client_nonce + proof(secret, b"client", server_nonce, client_nonce))
+        answer = receive(stream, PROOF_BYTES - NONCE_BYTES)
+        if not proves(answer, secret, b"server", server_nonce, client_nonce):
+            raise ConnectionLost(f"{address} does not know the run's secret: another run listens there")
+    except (OSError, ConnectionLost) as error:
+        stream.close()
+        if isinstance(error, ConnectionLost) and "another run" in str(error):
+            raise
+        raise ConnectionLost(f"no connection to the dock at {address}: {error}") from error
+    return stream
+
+
+def receive(stream: socket.socket, count: int) -> bytes:
+    """Exactly so many bytes. ConnectionLost if the stream ends before; `count` has been checked by the caller."""
+    data = bytearray(count)
+    receive_into(stream, memoryview(data))
+    return bytes(data)
+
+
+def receive_into(stream: socket.socket, out: memoryview) -> None:
+    """Fill `out` (bytes). ConnectionLost if the stream ends before."""
+    while len(out):
+        got = stream.recv_into(out)
+        if not got:
+            raise ConnectionLost("the other end has closed the connection")
+        out = out[got:]
+
+
+def send_frame(stream: socket.socket, body: bytes) -> None:
+    """Send one frame."""
+    stream.sendall(LENGTH.pack(len(body)) + body)
+
+
+def receive_frame(stream: socket.socket, limit: int = MAX_FRAME) -> bytes:
+    """The next frame. ValueError if it is longer than the limit; nothing has been allocated for it then."""
+    (length,) = LENGTH.unpack(receive(stream, LENGTH.size))
+    if length > limit:
+        raise ValueError(f"malformed message: a frame of {length} bytes, and the limit is {limit}")
+    return receive(stream, length)
+
+
+def node_of(folder: str | Path) -> str:
+    """Names the memory that holds a folder: equal where the same boot of the same machine sees the same file system."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    text = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    try:
+        return f"{text}/{os.stat(folder).st_dev}"
+    except OSError:
+        return f"{text}/none"
+
+
+def close_listener(listener: socket.socket) -> None:
+    """Close a listening socket, on which a thread may be waiting, and remove its file."""
+    path = listener.getsockname() if listener.family == socket.AF_UNIX else ""
+    shut(listener)
+    if path:
+        Path(path).unlink(missing_ok=True)
+
+
+def shut(stream: socket.socket) -> None:
+    """Close a socket on which another thread may be waiting."""
+    try:
+        stream.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    stream.close()
+
+
+def _remove_left_over(path: str) -> None:
+    """Remove a socket's file whose process is gone: nobody answers there."""
+    if not Path(path).is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink(missing_ok=True)
+
+
+def _parse(address: str) -> tuple[str, str | tuple[str, int]]:
+    if address.startswith(_UNIX) and len(address) > len(_UNIX):
+        return _UNIX, address[len(_UNIX) :]
+    host, _, port = address[len(_TCP) :].rpartition(":")
+    if address.startswith(_TCP) and host and port.isdigit() and int(port) < 1 << 16:
+        return _TCP, (host.strip("[]"), int(port))
+    raise UserError(f"{address!r} is no address of a dock: use unix:PATH or tcp:HOST:PORT")
+
+
+def _family(where: str | tuple[str, int]) -> socket.AddressFamily:
+    return socket.AF_INET6 if isinstance(where, tuple) and ":" in where[0] else socket.AF_INET

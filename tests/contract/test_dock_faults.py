@@ -1,0 +1,260 @@
+"""What happens to rows when processes are killed or stopped, and when memory runs out: real processes, real signals.
+
+Run as a program, this file is one of those processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tranship.dock import Dock, DockClient, StageNeeds, StaleLease, StaleSlab
+from tranship.dock.buffers import Buffers
+from tranship.dock.frames import ConnectionLost
+from tranship.dock.place import Place
+from tranship.dock.runs import RunServer
+from tranship.dock.service import DockService
+from tranship.types import SampleId
+
+SECRET = b"a secret of this test"
+LEASE_S = 1.0
+STAGES = (StageNeeds("rollout", ("prompt",)), StageNeeds("read", ("response",)))
+
+
+def response_of(group_id: int, index: int) -> np.ndarray:
+    return np.arange(5000 + group_id, dtype=np.int32) * (index + 1)
+
+
+# The processes
+
+
+def host(socket: str, root: str) -> None:
+    """A dock, its service and its payload's server, until it is killed."""
+    dock = Dock(
+        STAGES,
+        run_id="faults",
+        batch_groups=4,
+        staleness=0,
+        lease_s=LEASE_S,
+        slab_bytes=1 << 20,
+        capacity_bytes=1 << 24,
+        shared=True,
+        ordered=False,
+        root=Path(root),
+    )
+    folder = dock.payload_folder()
+    assert folder is not None
+    runs = RunServer(folder, "tcp:127.0.0.1:0", secret=SECRET).start()
+    place = Place.of_folder(folder, runs.address)
+    service = DockService(dock, [f"unix:{socket}"], secret=SECRET, place=place)
+    print("ready", flush=True)
+    service.run()
+
+
+def hold(address: str) -> None:
+    """Take a group, say so, wait to be woken, and then do the work after all."""
+    client = DockClient.connect(address, SECRET, "holder", wait_s=5.0)
+    batch = client.take("rollout", max_groups=1, kinds=("val",), wait_s=10.0)
+    assert batch is not None
+    print("holding", flush=True)
+    sys.stdin.readline()
+    rows = batch.ids
+    try:
+        client.put(rows, {"response": [response_of(row.group_id, row.sample_index) for row in rows]}, batch.lease)
+    except StaleLease:
+        print("refused", flush=True)
+    else:
+        print("accepted", flush=True)
+
+
+def fill(root: str) -> None:
+    """Put until a full file system says so, make room, and go on; in a file system that is smaller than the budget."""
+    dock = Dock(
+        STAGES,
+        run_id="full",
+        batch_groups=4,
+        staleness=0,
+        lease_s=LEASE_S,
+        slab_bytes=1 << 20,
+        capacity_bytes=1 << 30,
+        shared=True,
+        ordered=False,
+        root=Path(root),
+    )
+    service = DockService(dock, ["tcp:127.0.0.1:0"], secret=SECRET).start()
+    client = DockClient.connect(service.addresses[0], SECRET, "writer", wait_s=0.2)
+    client.admit([(i, 1, "val", {"prompt": np.zeros(1)}) for i in range(100)])
+    put = 0
+    try:
+        for group_id in range(100):
+            client.put([SampleId(group_id, 0)], {"response": [np.full(400_000, group_id, np.uint8)]})
+            put += 1
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    client.finish_val(range(0, 4))
+    client.put([SampleId(50, 0)], {"response": [np.full(400_000, 50, np.uint8)]})
+    batch = client.take("read", max_groups=100, kinds=("val",))
+    assert batch is not None
+    for sample, value in zip(batch.ids, batch["response"], strict=True):
+        assert value.tolist() == [sample.group_id] * 400_000
+    print(f"{put} were put and {len(batch)} read", flush=True)
+    service.close()
+    dock.close()
+
+
+# The tests
+
+
+def start(role: str, *words: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, __file__, role, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    return process
+
+
+def said(process: subprocess.Popen[bytes]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().decode().strip()
+
+
+def end(*processes: subprocess.Popen[bytes]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def hosted(tmp_path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    (tmp_path / "shm").mkdir()
+    process = start("host", str(tmp_path / "socket"), str(tmp_path / "shm"))
+    assert said(process) == "ready"
+    yield f"unix:{tmp_path / 'socket'}", process
+    end(process)
+
+
+def admit(client: DockClient, *group_ids: int) -> None:
+    client.admit([(i, 2, "val", {"prompt": np.full(3, i)}) for i in group_ids])
+
+
+def put(client: DockClient, group_id: int) -> None:
+    rows = [SampleId(group_id, index) for index in range(2)]
+    client.put(rows, {"response": [response_of(row.group_id, row.sample_index) for row in rows]})
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["SIGKILL", "SIGSTOP"])
+def test_what_a_dead_or_stopped_reader_had_goes_to_another_one(hosted, stopped):
+    address, _ = hosted
+    client = DockClient.connect(address, SECRET, "client", wait_s=5.0)
+    admit(client, 1)
+    holder = start("hold", address)
+    assert said(holder) == "holding"
+    os.kill(holder.pid, signal.SIGSTOP if stopped else signal.SIGKILL)
+    start_s = time.monotonic()
+    batch = client.take("rollout", max_groups=1, kinds=("val",), wait_s=LEASE_S + 5.0)
+    took = time.monotonic() - start_s
+    assert batch is not None
+    assert took <= LEASE_S + 1.0
+    if stopped:
+        assert holder.stdin is not None
+        os.kill(holder.pid, signal.SIGCONT)
+        holder.stdin.write(b"\n")
+        holder.stdin.flush()
+        assert said(holder) == "refused"
+    client.put(batch.ids, {"response": [response_of(1, 0), response_of(1, 1)]}, batch.lease)
+    client.ack(batch.lease)
+    read = client.take("read", max_groups=1, kinds=("val",))
+    assert read is not None
+    np.testing.assert_array_equal(read["response"][1], response_of(1, 1))
+    end(holder)
+
+
+def test_a_killed_dock_is_named_at_once_and_what_it_left_is_swept(hosted, tmp_path):
+    address, process = hosted
+    client = DockClient.connect(address, SECRET, "client", wait_s=5.0)
+    far = DockClient.connect(address, SECRET, "far", wait_s=5.0, node="elsewhere")
+    admit(client, 1)
+    put(client, 1)
+    batch = far.take("read", max_groups=1, kinds=("val",))
+    assert batch is not None
+    end(process)
+    start_s = time.monotonic()
+    with pytest.raises(ConnectionLost, match=f"the dock at {address} is gone"):
+        client.status()
+    with pytest.raises(ConnectionLost, match="payload's server"):
+        batch.packed(("response",), Buffers())
+    assert time.monotonic() - start_s < 1.0
+    left = list((tmp_path / "shm").iterdir())
+    assert len(left) == 1
+    again = start("host", str(tmp_path / "socket"), str(tmp_path / "shm"))
+    assert said(again) == "ready"
+    DockClient.connect(address, SECRET, "client", wait_s=5.0).status()
+    assert left[0] not in list((tmp_path / "shm").iterdir())
+    end(again)
+
+
+def test_a_reader_on_another_node_reads_the_same_and_late_ones_get_an_error(hosted):
+    address, _ = hosted
+    near = DockClient.connect(address, SECRET, "near", wait_s=5.0)
+    far = DockClient.connect(address, SECRET, "far", wait_s=5.0, node="elsewhere")
+    buffers = Buffers()
+    for group_id in range(8):
+        admit(near, group_id)
+        put(near, group_id)
+        batch = far.take("read", max_groups=1, kinds=("val",))
+        assert batch is not None
+        packed = batch.packed(("response",), buffers)["response"]
+        for index in range(2):
+            np.testing.assert_array_equal(packed[index], response_of(group_id, index))
+            np.testing.assert_array_equal(batch["response"][index], response_of(group_id, index))
+        far.ack(batch.lease)
+    admit(near, 100)
+    put(near, 100)
+    late = far.take("read", max_groups=1, kinds=("val",))
+    assert late is not None
+    time.sleep(LEASE_S + 0.1)
+    near.finish_val([*range(8), 100])
+    big = 300_000
+    for group_id in range(101, 107):
+        admit(near, group_id)
+        near.put([SampleId(group_id, 0)], {"response": [np.zeros(big, np.int32)]})
+        near.finish_val([group_id])
+    with pytest.raises(StaleSlab):
+        late.packed(("response",), Buffers())
+
+
+def test_a_full_shared_memory_file_system_is_named_and_survived(tmp_path):
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed: the test cannot have a small file system of its own")
+    inside = 'mount -t tmpfs -o size=6m tmpfs "$1" && exec "$2" "$3" fill "$1"'
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", inside, "sh", str(tmp_path), sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if "ready" not in done.stdout and "put" not in done.stdout and done.returncode:
+        pytest.skip(f"this system does not let a test mount a file system of its own: {done.stderr.strip()[-200:]}")
+    first, second = done.stdout.splitlines()
+    assert first.startswith("DockFull writer waited")
+    assert "has no room for" in first
+    put, read = (int(word) for word in second.split() if word.isdigit())
+    assert put >= 8
+    assert read == put - 4 + 1
+    assert done.returncode == 0
+
+
+if __name__ == "__main__":
+    {"host": host, "hold": hold, "fill": fill}[sys.argv[1]](*sys.argv[2:])
