@@ -201,6 +201,9 @@ class OptimizerConfig(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="null: no clipping.")
 
 
+_ADVANTAGE = "grpo"
+
+
 class KlConfig(Section):
     """A pull towards the reference (the model before training)."""
 
@@ -249,7 +252,9 @@ class AlgorithmConfig(Section):
         "dpo",
         "sft",
     ] = Field(default="grpo", description="Which algorithm; docs/algorithms says what each one sets.")
-    advantage: str = Field(default="grpo", description="An entry of the table of advantage estimators, or module:name.")
+    advantage: str = Field(
+        default=_ADVANTAGE, description="An entry of the table of advantage estimators, or module:name."
+    )
     advantage_args: dict[str, Any] = Field(default_factory=dict, description="grpo: scale_by_std (true).")
     whiten_advantages: bool = Field(
         default=False, description="Shift and scale the advantages of a batch's tokens to mean 0 and deviation 1."
@@ -301,9 +306,15 @@ class AlgorithmConfig(Section):
                 ("correction.name", self.correction.name != "none", "correction.name=none"),
                 ("dynamic_sampling", self.dynamic_sampling, "dynamic_sampling=false"),
                 ("whiten_advantages", self.whiten_advantages, "whiten_advantages=false"),
+                ("advantage", self.advantage != _ADVANTAGE, "leave it out"),
+                ("advantage_args", bool(self.advantage_args), "leave it out"),
             ):
                 if wrong:
                     raise ValueError(f"algorithm.{key} has no meaning for {self.name}, which samples nothing: {remedy}")
+        if self.flow != "ppo" and self.critic != CriticConfig():
+            raise ValueError(
+                f"algorithm.critic has no meaning for {self.name}: use algorithm.name=ppo, or leave it out"
+            )
         return self
 
 
@@ -500,6 +511,7 @@ class Config(Section):
             raise ValueError("reward.function is none, and there is no reward.model and no env: nothing gives a reward")
         if self.env.name is not None and self.algorithm.flow in ("dpo", "sft"):
             raise ValueError(f"env.name {self.env.name!r} has no meaning for {self.algorithm.name}: leave env out")
+        self._check_switched_off()
         optimizer = self.train.optimizer
         if optimizer.min_learning_rate > optimizer.learning_rate:
             raise ValueError(
@@ -507,3 +519,33 @@ class Config(Section):
                 f"learning_rate {optimizer.learning_rate}"
             )
         return self
+
+    def _check_switched_off(self) -> None:
+        """Refuse settings of something that is not there: they would be accepted and ignored."""
+        cap = self.rollout.max_response_tokens
+        recorded = self.algorithm.flow in ("dpo", "sft")
+        for key, wrong, remedy in (
+            ("env", self.env.name is None and self.env != EnvConfig(), "set env.name, or leave env out"),
+            (
+                "reward.model",
+                self.reward.model.path is None and self.reward.model != RewardModelConfig(),
+                "set reward.model.path, or leave reward.model out",
+            ),
+            (
+                "data.max_tokens",
+                self.data.max_tokens is not None and not recorded,
+                f"{self.algorithm.name} has no recorded responses; use rollout.max_response_tokens",
+            ),
+            (
+                "reward.overlong.cache_tokens",
+                self.reward.overlong.cache_tokens > cap,
+                f"it is above rollout.max_response_tokens {cap}: use a smaller one",
+            ),
+            (
+                "reward.overlong.factor",
+                not self.reward.overlong.cache_tokens and self.reward.overlong != OverlongConfig(),
+                "set reward.overlong.cache_tokens, or leave it out",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"{key} would have no effect: {remedy}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +30,7 @@ from tranship.trainer.placement import WorkerPlan, place
 from tranship.types import Prompt, UserError
 from tranship.worker import WorkerSpec
 
-_MAX_PROBE_TOKENS = 16
+_PROBE_TOKENS = 16
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -52,6 +54,7 @@ class Report:
     def spec(self, plan: WorkerPlan) -> WorkerSpec:
         """What a worker of this run is told at its start."""
         longest = max(len(prompt.token_ids) for prompt in self._prompts())
+        max_response = self.config.rollout.max_response_tokens
         return WorkerSpec(
             config=self.config,
             table=self.table,
@@ -59,8 +62,8 @@ class Report:
             model_dir=str(self.model.path),
             device=self.device,
             num_threads=self.num_threads,
-            probe_ids=tuple(int(i) for i in self.train.prompts[0].token_ids[-_MAX_PROBE_TOKENS:]),
-            max_tokens=longest + self.config.rollout.max_response_tokens,
+            probe_ids=_probe_ids(self.train.prompts, min(_PROBE_TOKENS, longest + max_response)),
+            max_tokens=longest + max_response,
             eos_token_ids=self.model.eos_token_ids,
             reward_model_dir=None if self.reward_model_dir is None else str(self.reward_model_dir),
             critic_dir=None if self.critic_dir is None else str(self.critic_dir),
@@ -154,6 +157,12 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Report:
         _check_disk(config, model)
     _check_reward(config)
     return report
+
+
+def _probe_ids(prompts: Sequence[Prompt], count: int) -> tuple[int, ...]:
+    """`count` token ids of the first prompts, one after the other and again from the first: at least 2 are needed."""
+    ids = itertools.chain.from_iterable(itertools.cycle([prompt.token_ids.tolist() for prompt in prompts]))
+    return tuple(itertools.islice(ids, max(2, count)))
 
 
 def _check_algorithm(config: Config) -> None:
