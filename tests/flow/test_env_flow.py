@@ -24,6 +24,7 @@ def env_recipe(recipe: Recipe, **changes: Any) -> dict[str, Any]:
         **{
             "data__train": ROWS,
             "data__val": {**ROWS, "args": {**ROWS["args"], "count": 2, "seed": 1}},
+            "data__max_prompt_tokens": 512,
             "env": {"name": DRILL, "max_turn_tokens": 6},
             "reward": {"function": "none"},
             "rollout__max_response_tokens": 96,
@@ -52,6 +53,7 @@ def test_a_run_with_tools_trains_what_the_model_wrote(recipe: Recipe) -> None:
         assert "invalid" not in info
         assert info["env_reward"] == row["score"]
         assert row["output"].count("tool\n") >= 2
+        assert '"name": "calculate"' in row["input"], "the model is told of the tools"
     assert len({row["score"] for row in rows}) > 4
     steps = [row for row in read_jsonl(result.run_dir / "metrics.jsonl") if row["kind"] == "step"]
     for step in steps:

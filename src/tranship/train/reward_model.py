@@ -132,13 +132,18 @@ def _config(model_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
         raise UserError(f"{model_dir}/config.json is not usable: {first_line(error)}: check the file") from error
 
 
-def _load(model_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def check_one_label(model_dir: Path, trust_remote_code: bool = False) -> None:
+    """Raise UserError unless the folder's model gives one number, as its configuration says."""
     num_labels = _config(model_dir, trust_remote_code).num_labels
     if num_labels != 1:
         raise UserError(
             f"{model_dir} has {num_labels} labels, and a reward model has one: use a sequence classification model "
             "whose config.json has a single entry in id2label"
         )
+
+
+def _load(model_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    check_one_label(model_dir, trust_remote_code)
     try:
         with quiet_loading():
             model, info = _from_pretrained(model_dir, dtype, trust_remote_code)

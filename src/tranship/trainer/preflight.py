@@ -24,7 +24,7 @@ from tranship.runtime import check_runtime
 from tranship.runtime.device import check_processes, num_cores, resolve_device
 from tranship.stages import StageSpec, check_table, stage_table
 from tranship.stages.env_setup import EnvPrompts, check_env, check_messages
-from tranship.train.reward_model import check_same_tokens
+from tranship.train.reward_model import check_one_label, check_same_tokens
 from tranship.trainer.best import check_best_metric
 from tranship.trainer.placement import WorkerPlan, place
 from tranship.types import Prompt, UserError
@@ -147,7 +147,7 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Report:
         device=device,
         num_threads=num_threads,
         system_prompt=_own_system_prompt(config, tokenizer),
-        reward_model_dir=_other_model(config, config.reward.model.path, model_dir),
+        reward_model_dir=_reward_model(config, model_dir),
         critic_dir=_other_model(config, config.algorithm.critic.path, model_dir)
         if config.algorithm.flow == "ppo"
         else None,
@@ -173,6 +173,13 @@ def _check_algorithm(config: Config) -> None:
     make_loss(algorithm)
     if algorithm.flow == "ppo":
         make_value_loss(algorithm.critic)
+
+
+def _reward_model(config: Config, model_dir: Path) -> Path | None:
+    folder = _other_model(config, config.reward.model.path, model_dir)
+    if folder is not None:
+        check_one_label(folder, config.model.trust_remote_code)
+    return folder
 
 
 def _other_model(config: Config, path: str | None, model_dir: Path) -> Path | None:

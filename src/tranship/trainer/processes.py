@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tranship.dock import DockClient
 from tranship.runtime import Handle, Runtime, RuntimeOptions
+from tranship.trainer.placement import WorkerPlan
 from tranship.trainer.preflight import Report
 
 _START_S = 600.0
@@ -23,10 +24,15 @@ def runtime_options(report: Report) -> RuntimeOptions:
     )
 
 
-def start_processes(runtime: Runtime, report: Report, run_dir: Path) -> tuple[DockClient, list[Handle]]:
-    """The coordinator's client of the dock, and the workers in the order of `report.workers`, all of them ready."""
+def start_processes(
+    runtime: Runtime, report: Report, run_dir: Path, attempt: int = 0
+) -> tuple[DockClient, list[Handle]]:
+    """The coordinator's client of the dock, and the workers in the order of `report.workers`, all of them ready.
+
+    attempt: how often the run has gone back to a cut before; each dock has a name of its own.
+    """
     config = report.config
-    run_id = f"{run_dir.resolve().name}-{os.getpid()}"
+    run_id = f"{run_dir.resolve().name}-{os.getpid()}" + (f"-{attempt}" if attempt else "")
     dock = runtime.start(
         "dock",
         "tranship.worker.dock_service:make_dock",
@@ -39,19 +45,21 @@ def start_processes(runtime: Runtime, report: Report, run_dir: Path) -> tuple[Do
         kind="service",
     )
     dock.wait_ready(_START_S)
-    workers = [
-        runtime.start(
-            plan.name,
-            "tranship.worker:Worker",
-            {"spec": report.spec(plan), "dock": runtime.service_proxy("dock")},
-            kind="loop",
-            num_threads=report.num_threads,
-            num_accelerators=0 if report.device == "cpu" else 1,
-        )
-        for plan in report.workers
-    ]
+    workers = [start_worker(runtime, report, plan, plan.name) for plan in report.workers]
     for worker in workers:
         worker.wait_ready(_START_S)
     proxy = runtime.service_proxy("dock")
     client = DockClient(proxy.call, "coordinator", wait_s=config.dock.lease_s, seen_seq=lambda: proxy.seen_seq)
     return client, workers
+
+
+def start_worker(runtime: Runtime, report: Report, plan: WorkerPlan, name: str) -> Handle:
+    """A worker that hosts a plan's stages, while it is being built. name: its own in the run, which leases count on."""
+    return runtime.start(
+        name,
+        "tranship.worker:Worker",
+        {"spec": report.spec(plan), "dock": runtime.service_proxy("dock")},
+        kind="loop",
+        num_threads=report.num_threads,
+        num_accelerators=0 if report.device == "cpu" else 1,
+    )

@@ -1,0 +1,181 @@
+"""The processes of a run, watched over: the one place that knows which of them live.
+
+A worker that holds nothing but work in hand (a sampler, a reward model of its own) is started again beside the others
+when it dies: what it had goes back to the dock, others go on, and its successor serves once its weights have been
+fetched, verified and probed. The death of any other process is told to the run, which goes back to its last cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tranship.observe import Recorder
+from tranship.runtime import Handle, Pending, ProcessDied, Runtime
+from tranship.trainer.placement import WorkerPlan
+from tranship.trainer.preflight import Report
+from tranship.trainer.processes import start_processes, start_worker
+from tranship.types import RunError
+from tranship.worker.weights import WeightsReady
+
+# Longer than any update or transfer that a coordinator should wait for in silence.
+COMMAND_S = 3600.0
+# How long a step's record waits for what other workers than the trainer say of their time.
+_TIMINGS_S = 2.0
+# While a successor gets ready, it is looked at so often.
+_JOIN_S = 0.1
+# So long after a worker's error, the death of a process that it leaned on would be known.
+_CAUSE_S = 3.0
+
+
+@dataclass
+class _Seat:
+    """The place of a worker that can be replaced, and the process that fills it now.
+
+    joining: the steps that are left until it serves, and the one under way. starts: of processes in this seat.
+    fruitless: those since a batch was trained last. asked: its timings, not heard yet.
+    """
+
+    plan: WorkerPlan
+    handle: Handle
+    starts: int = 1
+    fruitless: int = 0
+    since: float = 0.0
+    predecessor: str = ""
+    joining: Pending | None = None
+    steps: list[Callable[[], Pending]] = field(default_factory=list)
+    asked: Pending | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether it needs the weights."""
+        return "rollout" in self.plan.stages
+
+
+class Supervisor:
+    """Starts a run's processes, carries the coordinator's words to them, and replaces those that can be.
+
+    attempt: how often the run has gone back to a cut before. Any method may raise ProcessDied: the dock or the trainer
+    is gone, and the run can only go on from its last cut.
+    """
+
+    def __init__(self, runtime: Runtime, report: Report, run_dir: Path, recorder: Recorder, attempt: int) -> None:
+        self._runtime = runtime
+        self._report = report
+        self._recorder = recorder
+        self.dock, workers = start_processes(runtime, report, run_dir, attempt)
+        self.trainer = workers[0]
+        self._seats = [_Seat(plan, handle) for plan, handle in zip(report.workers[1:], workers[1:], strict=True)]
+        self._ends: tuple[Any, Any] | None = None
+        self._ready: WeightsReady | None = None
+
+    # What happens
+
+    def poll(self, timeout_s: float) -> None:
+        """Let processes work until one has something to say, and replace those that have died."""
+        joining = any(seat.joining is not None for seat in self._seats)
+        try:
+            self._runtime.poll(min(timeout_s, _JOIN_S) if joining else timeout_s)
+        except ProcessDied as death:
+            self._replace(death)
+        for seat in self._seats:
+            self._join(seat)
+
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        """What workers emitted since the last call."""
+        return self._runtime.events()
+
+    def batch_trained(self) -> None:
+        """The run has moved on: workers may be started again as often as at its beginning."""
+        for seat in self._seats:
+            seat.fruitless = 0
+
+    def cause(self, error: Exception) -> Exception:
+        """The death that is behind an error; the error itself if there is none.
+
+        What a worker says when the dock or the trainer has gone is only a consequence, and may come before the cause.
+        """
+        if isinstance(error, ProcessDied) or not isinstance(error, RunError):
+            return error
+        deadline = time.monotonic() + (0.0 if self._report.config.placement.runtime == "inline" else _CAUSE_S)
+        replaceable = {seat.handle.name for seat in self._seats}
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                self._runtime.poll(left_s)
+                self._runtime.events()
+            except ProcessDied as death:
+                if death.name not in replaceable:
+                    return death
+            except Exception as other:
+                error.add_note(f"besides: {type(other).__name__}: {other}")
+        return error
+
+    # What the coordinator tells workers
+
+    def connect(self) -> None:
+        """Plan the way of the weights from the trainer to the samplers."""
+        samplers = [seat.handle for seat in self._seats if seat.samples]
+        if samplers:
+            source = self.trainer.call("pieces", timeout_s=COMMAND_S)
+            self._ends = source, samplers[0].call("pieces", timeout_s=COMMAND_S)
+            for worker in (self.trainer, *samplers):
+                worker.call("connect_weights", *self._ends, timeout_s=COMMAND_S)
+
+    def publish(self, version: int) -> None:
+        """The trainer's weights are version `version`; where samplers are elsewhere, they can be fetched."""
+        self._ready = self.trainer.call("publish_weights", version, timeout_s=COMMAND_S)
+
+    def announce(self) -> None:
+        """Tell the samplers of the published version."""
+        for seat in self._seats:
+            if seat.samples and seat.joining is None:
+                seat.handle.submit("announce_weights", self._ready)
+
+    def fetch(self) -> None:
+        """Every sampler that serves uses the published version when this returns."""
+        serving = [seat.handle for seat in self._seats if seat.samples and seat.joining is None]
+        for pending in [sampler.submit("fetch_weights", self._ready) for sampler in serving]:
+            try:
+                pending.result(COMMAND_S)
+            except ProcessDied:
+                # The next poll tells of it; its successor begins with this version.
+                continue
+
+    def profile(self, step: int) -> None:
+        """Step `step` begins."""
+        self.trainer.call("profile_step", step, timeout_s=COMMAND_S)
+        for seat in self._seats:
+            seat.handle.submit("profile_step", step)
+
+    def interrupt(self) -> None:
+        """Begin no further work."""
+        for worker in (self.trainer, *(seat.handle for seat in self._seats)):
+            worker.submit("interrupt")
+
+    def timings(self) -> dict[str, float]:
+        """Busy seconds by stage over all workers, of what they did since they were asked last, and their `rss_bytes`.
+
+        A worker other than the trainer that does not answer in time is heard at the next call.
+        """
+        total: defaultdict[str, float] = defaultdict(float)
+        for seat in self._seats:
+            seat.asked = seat.asked or (seat.handle.submit("timings") if seat.joining is None else None)
+        answers = [self.trainer.call("timings", timeout_s=COMMAND_S)]
+        deadline = time.monotonic() + _TIMINGS_S
+        for seat in self._seats:
+            if seat.asked is None or not _wait(seat.asked, deadline):
+                continue
+            try:
+                answers.append(seat.asked.result(0))
+            except ProcessDied:
+                # The next poll tells of it.
+                pass
+            seat.asked = None
+        for answer in answers:
+            for name, seconds in answer.items():
+                total[name] += seconds
+        return dict(total)
