@@ -94,16 +94,21 @@ def test_dynamic_sampling_that_finds_no_signal_stops_and_says_so(recipe: Recipe,
         go(recipe, tmp_path / "run", "dapo", train__steps=1, reward__function=always, algorithm__max_refills=2)
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize(
     "correction", ["truncated_token", "truncated_sequence", "band_token", "band_sequence", "decoupled"]
 )
 def test_corrections_are_nearly_1_where_sampler_and_trainer_agree(
-    recipe: Recipe, tmp_path: Path, correction: str
+    recipe: Recipe, tmp_path: Path, correction: str, minibatches: int
 ) -> None:
-    go(recipe, tmp_path / "run", "grpo", train__steps=1, algorithm__correction={"name": correction})
+    """At the second optimizer step of a batch too: the proximal policy is that of before the first one."""
+    changes = {"algorithm__correction": {"name": correction}, "train__minibatches": minibatches}
+    go(recipe, tmp_path / "run", "grpo", train__steps=1, **changes)
     step = next(row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "step")
     weight = next(value for key, value in step.items() if key.endswith("weight_mean"))
     assert weight == pytest.approx(1.0, abs=1e-4)
+    ratio = next(value for key, value in step.items() if key.endswith("ratio_mean"))
+    assert (abs(ratio - 1.0) > 1e-4) == (minibatches > 1), "the policy has moved since"
 
 
 def test_the_epochs_border_changes_nothing(recipe: Recipe, tmp_path: Path) -> None:

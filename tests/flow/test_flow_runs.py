@@ -98,6 +98,17 @@ def test_bound_0_gives_the_same_weights_in_every_placement(recipe: Recipe, tmp_p
     assert _same(weights["ray-split"], weights["inline-fused"])
 
 
+@pytest.mark.slow
+def test_validation_ends_where_samplers_have_processes_of_their_own(recipe: Recipe) -> None:
+    """More groups than are sampled at once, so that scores come in over many passes."""
+    val = {"source": "sums", "args": {"low": 1, "high": 20, "split": "val", "num_val": 40}}
+    changes = {"before_training": True, "after_training": True, "samples_per_prompt": 2}
+    split = {"placement__runtime": "ray", "placement__layout": "split", "rollout__max_running": 8}
+    result = tranship.run(loads(recipe(data__val=val, validation=changes, train__steps=1, **split)))
+    assert result.summary["val_before"] is not None
+    assert result.summary["val_after"] is not None
+
+
 def test_another_seed_gives_other_weights(recipe: Recipe, tmp_path: Path) -> None:
     first = tranship.run(loads(recipe(run__dir=str(tmp_path / "a"))))
     again = tranship.run(loads(recipe(run__dir=str(tmp_path / "b"))))

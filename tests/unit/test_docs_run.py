@@ -15,6 +15,8 @@ few other programs that a reader uses to get that far.
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -28,6 +30,7 @@ from typing import Any
 import pytest
 
 from tranship.bench import BENCHES
+from tranship.cli import main
 from tranship.config import load
 from tranship.config.load import loads
 from tranship.config.yaml_text import read, write
@@ -41,8 +44,8 @@ UNCHECKED_LANGUAGES = {"", "text", "console", "json", "mermaid"}
 SMALL: dict[str, Any] = {
     "model": {"path": "tiny-random"},
     "data": {"train": {"source": "sums", "args": {"low": 1, "high": 20}}},
-    "rollout": {"max_response_tokens": 8, "dtype": "fp32"},
-    "train": {"steps": 2, "precision": "fp32"},
+    "rollout": {"group_size": 4, "max_response_tokens": 8, "dtype": "fp32"},
+    "train": {"steps": 2, "batch_size": 16, "precision": "fp32"},
     "observe": {"console": "plain"},
 }
 
@@ -101,7 +104,8 @@ class Desk:
         self.folder = folder
         self.env = {**os.environ, "TRANSHIP_CACHE": str(cache), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         for recipe in RECIPES:
-            small = merged(read(recipe.read_text(encoding="utf-8"), recipe.name), SMALL | {"data": {}})
+            values = read(recipe.read_text(encoding="utf-8"), recipe.name)
+            small = merged(values, SMALL | {"data": {"val": {"limit": 8}} if "val" in values["data"] else {}})
             copy = folder / recipe.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(write(small))
@@ -119,7 +123,7 @@ class Desk:
         if block.language == "yaml":
             self._load(block)
         elif block.language == "python":
-            self._execute([sys.executable, "-c", block.text], block)
+            self._python(block)
         elif block.language == "bash":
             for words in lines_of(block):
                 self._command(words, block, really=kind == "run")
@@ -138,7 +142,16 @@ class Desk:
         values = read(block.text, str(block))
         assert isinstance(values, dict), f"{block}: not a recipe nor a part of one"
         whole = "model" in values and "train" in values
-        loads(values if whole else merged(SMALL, values), name=str(block))
+        # A source of the block's own has arguments of its own.
+        small = SMALL if "train" not in values.get("data", {}) else {k: v for k, v in SMALL.items() if k != "data"}
+        loads(values if whole else merged(small, values), name=str(block))
+
+    def _python(self, block: Block) -> None:
+        with self._at_desk():
+            try:
+                exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+            except (Exception, SystemExit) as error:
+                raise AssertionError(f"{block}: {type(error).__name__}: {error}") from error
 
     def _command(self, words: list[str], block: Block, really: bool) -> None:
         program, *arguments = words
@@ -157,10 +170,13 @@ class Desk:
     def _tranship(self, arguments: list[str], block: Block, really: bool) -> None:
         heavy = {"train", "check", "eval", "bench"}
         command = arguments[0] if arguments else ""
-        if really or command not in {*heavy, "model"}:
+        if really:
             self._execute(["tranship", *arguments], block)
             return
-        known = self._execute(["tranship", command, "--help"], block)
+        if command not in {*heavy, "model"}:
+            self._say(arguments, block)
+            return
+        known = self._say([command, "--help"], block)
         unknown = [word for word in arguments if word.startswith("--") and not re.search(rf"{word}\b", known)]
         assert not unknown, f"{block}: tranship {command} has no {unknown}"
         if command in {"train", "check"}:
@@ -171,9 +187,7 @@ class Desk:
         elif command == "bench":
             assert arguments[1] in BENCHES, f"{block}: no benchmark {arguments[1]}"
         elif command == "model" and arguments[1] == "get":
-            assert arguments[2] in self._execute(["tranship", "model", "list"], block), (
-                f"{block}: no model {arguments[2]}"
-            )
+            assert arguments[2] in self._say(["model", "list"], block), f"{block}: no model {arguments[2]}"
 
     def _evaluation(self, arguments: list[str], block: Block) -> None:
         """A recipe that is named loads with its overrides; without one the settings have to be those of any recipe."""
@@ -182,6 +196,19 @@ class Desk:
         named = others.index("--recipe") + 1 if "--recipe" in others else None
         recipe = self.folder / (others[named] if named is not None else "recipes/demo.yaml")
         load(recipe, [word for word in others if re.match(r"[a-z_]+\.[\w.]+=", word)])
+
+    @contextlib.contextmanager
+    def _at_desk(self) -> Iterator[None]:
+        with contextlib.chdir(self.folder), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRANSHIP_CACHE", self.env["TRANSHIP_CACHE"])
+            yield
+
+    def _say(self, arguments: list[str], block: Block) -> str:
+        """What `tranship` says, in this process: starting one for each line would take most of the time."""
+        with self._at_desk(), contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0, f"{block}: tranship {arguments} ended with {ended.value.code}"
+        return said.getvalue()
 
     def _execute(self, command: list[str], block: Block) -> str:
         done = subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=240)

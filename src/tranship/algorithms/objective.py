@@ -76,14 +76,18 @@ class TokenObjective:
         )
 
     def _policy(self, inputs: Inputs) -> tuple[torch.Tensor, Metrics]:
-        """(token losses, metrics); corrected, the old policy is the proximal one and a weight stands for the rest."""
+        """(token losses, metrics); corrected, the old policy is the proximal one and a weight stands for the rest.
+
+        Without proximal log-probs the current ones are meant: those of a batch's only optimizer step.
+        """
         if self.correction is None:
             assert inputs.proximal_logprobs_BT is None, (
                 "there are proximal log-probs but nothing that corrects with them"
             )
             return self.policy_loss(inputs.logprobs_BT, inputs.old_logprobs_BT, inputs.advantages_BT, inputs.mask_BT)
         proximal_BT = inputs.proximal_logprobs_BT
-        assert proximal_BT is not None, "a correction needs proximal log-probs"
+        if proximal_BT is None:
+            proximal_BT = inputs.logprobs_BT.detach()
         token_losses_BT, metrics = self.policy_loss(
             inputs.logprobs_BT, proximal_BT, inputs.advantages_BT, inputs.mask_BT
         )

@@ -432,6 +432,12 @@ class RunConfig(Section):
     resume: Literal["never", "auto"] = Field(
         default="never", description="auto: go on from the folder's last checkpoint."
     )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        description="How often the run goes back to its last checkpoint when the trainer's or the dock's process dies, "
+        "and another worker is started again without a trained batch between; 0: it stops.",
+    )
     export: bool = Field(default=True, description="Leave the trained model as a Hugging Face folder, RUN/model.")
 
 

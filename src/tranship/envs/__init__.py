@@ -1,7 +1,8 @@
 """Worlds that answer the model: environments by name, run in processes that can be killed. Imports no torch."""
 
+from tranship.envs.answer import Answer, EnvSpec
 from tranship.envs.env import ENVS, Env, Step
-from tranship.envs.pool import Answer, EnvPool, EnvSpec, describe_env
+from tranship.envs.pool import EnvPool, describe_env
 from tranship.envs.tools import ToolEnv, ToolError, tools_text
 
 __all__ = [

@@ -41,7 +41,10 @@ class FrameReader:
                 return
             body = bytes(self._buffer[_LENGTH.size : end])
             del self._buffer[:end]
-            yield json.loads(body)
+            try:
+                yield json.loads(body)
+            except RecursionError as error:
+                raise ValueError("a message is nested too deeply") from error
 
 
 def _scalar(value: Any) -> Any:

@@ -3,7 +3,6 @@ fills its memory costs its own sample and nothing else."""
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import sys
@@ -11,10 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tranship.envs.answer import Answer, EnvSpec, to_answer
 from tranship.envs.frames import pack
 from tranship.envs.process import Session, Zygote
 from tranship.types import RunError, UserError
@@ -23,26 +22,6 @@ START_TIMEOUT_S = 60.0
 _MAX_DEATHS_IN_A_ROW = 3
 _CLOSE_GRACE_S = 5.0
 _JOIN_TIMEOUT_S = 20.0
-
-
-@dataclass(frozen=True)
-class EnvSpec:
-    """What a model has to know of an environment: its tools' JSON schemas, and the roles of its messages."""
-
-    tools: tuple[dict[str, Any], ...]
-    roles: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came of one request. error: why the session is over (the rest is then empty). seconds: it took."""
-
-    messages: list[dict[str, str]] = field(default_factory=list)
-    reward: float | None = None
-    done: bool = False
-    info: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    seconds: float = 0.0
 
 
 class EnvPool:
@@ -401,29 +380,3 @@ def describe_env(name: str, args: Mapping[str, Any] | None = None) -> EnvSpec:
     """Tools and roles of an environment, which is made in a process that ends at once. UserError where it cannot be."""
     with EnvPool(name, args) as pool:
         return pool.spec
-
-
-def to_answer(message: Any, seconds: float) -> Answer:
-    """What a session sent, as an Answer; with an error where it is none."""
-    if not isinstance(message, dict):
-        return Answer(error="the session wrote something else than an answer", seconds=seconds)
-    if "error" in message:
-        return Answer(error=" ".join(str(message["error"]).split()) or "no reason given", seconds=seconds)
-    messages, reward = message.get("messages"), message.get("reward")
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        return Answer(error="messages have to be dicts with role (tool, user) and content, a string", seconds=seconds)
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        return Answer(error=f"the reward {reward!r:.80} is no finite number", seconds=seconds)
-    info = message.get("info") or {}
-    if not isinstance(info, dict):
-        return Answer(error=f"info is {type(info).__name__}, not a dict", seconds=seconds)
-    return Answer(messages, None if reward is None else float(reward), bool(message.get("done")), info, None, seconds)
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and message.get("role") in ("tool", "user")
-        and isinstance(message.get("content"), str)
-        and isinstance(message.get("name", ""), str)
-    )

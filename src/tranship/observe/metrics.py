@@ -92,6 +92,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("num_groups_with_signal", "groups/with_signal_share", False, "share of groups whose rewards differ"),
     Metric("num_groups", "groups/num", False, "groups that the step used up"),
     Metric("dropped_groups.<reason>", "groups/dropped/<reason>", False, "groups that were not trained on"),
+    Metric("ledger.<name>", "ledger/<name>", False, "groups of the run so far: admitted, trained, in_flight, dropped/..."),
     Metric("statuses", "samples/scored|masked|invalid", False, "samples by what became of their reward"),
     Metric("reasons", "samples/invalid/<reason>", False, "invalid samples by reason"),
     Metric("logprob_gap_max", "mismatch/logprob_gap_max", False, "largest |trainer - sampler| log-prob of a token"),
@@ -139,6 +140,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     metrics |= {f"env/{name}": value for name, value in record.rollout_extra.items()}
     metrics |= {f"data/{name}": value for name, value in record.data.items()}
     metrics |= {f"groups/dropped/{reason}": count for reason, count in record.dropped_groups.items()}
+    metrics |= {f"ledger/{name}": value for name, value in record.ledger.items()}
     if record.num_groups:
         metrics["groups/with_signal_share"] = record.num_groups_with_signal / record.num_groups
     metrics |= _train_metrics(record.train, policy=record.has_rewards)

@@ -38,7 +38,8 @@ class StepRecord:
     "advantage", "train", "reshard", ...). dock_wait_s: seconds in which stages waited for the dock's own work.
     seconds: wall time from the end of the step before (or the start of training) to the end of this one.
     tokens_generated: response tokens that the samplers made in that time. rss_bytes: resident memory of all
-    processes. num_devices: what throughput is divided by.
+    processes. num_devices: what throughput is divided by. ledger: groups since the start of the run by what became of
+    them ("admitted", "trained", "in_flight", "dropped/<reason>").
     """
 
     step: int
@@ -67,6 +68,7 @@ class StepRecord:
     dock_wait_s: float = 0.0
     rss_bytes: int = 0
     num_devices: int = 1
+    ledger: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = {len(self.rewards), len(self.statuses), len(self.finish_reasons), len(self.response_lengths)}

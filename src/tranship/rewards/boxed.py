@@ -19,16 +19,17 @@ _SLASH_FRACTION = re.compile(r"([-−]?)([0-9]+)/([0-9]+)")
 
 def boxed(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     r"""Score 1 if the content of the last \boxed{...} (or \fbox{...}) is `ground_truth`, else 0.
 
     Compared as text: spaces, $, degree and percent signs, \left, \right and \text do not matter, \dfrac is \frac, 1/2
-    is \frac{1}{2}, 1,234.50 is 1234.5; no algebra is done. well_formed: 1 if the last box is closed.
+    is \frac{1}{2}, 1,234.50 is 1234.5; no algebra is done. well_formed: 1 if the last box is closed. answer: its
+    content in that spelling, or None.
     """
     content = last_boxed(solution_str)
-    wanted = normalise(str(ground_truth))
-    score = content is not None and normalise(content) == wanted
-    return {"score": float(score), "well_formed": float(content is not None)}
+    answer = None if content is None else normalise(content)
+    right = answer is not None and answer == normalise(str(ground_truth))
+    return {"score": float(right), "well_formed": float(answer is not None), "answer": answer}
 
 
 def last_boxed(text: str) -> str | None:

@@ -14,9 +14,10 @@ class MathVerify:
 
     The answer is the last \boxed{...}; without one what math-verify extracts: $...$ or \(...\), else the last number or
     expression of the text. ground_truth: LaTeX, with or without \boxed or $, or a number. well_formed: 1 if anything
-    was extracted. Examples for \frac{1}{2}: "\boxed{0.5}" 1; "It is $\frac{2}{4}$." 1; "\boxed{x}" 0; "none" 0 and not
-    well formed. The library's own limits of time, which would make a slow comparison count as wrong, are off:
-    reward.timeout_s stops it, and the sample is invalid. precision: decimals that two numbers have to share.
+    was extracted. answer: what was, as text, or None. Examples for \frac{1}{2}: "\boxed{0.5}" 1; "It is $\frac{2}{4}$."
+    1; "\boxed{x}" 0; "none" 0 and not well formed. The library's own limits of time, which would make a slow comparison
+    count as wrong, are off: reward.timeout_s stops it, and the sample is invalid. precision: decimals that two numbers
+    have to share.
     """
 
     def __init__(self, precision: int = 6) -> None:
@@ -28,7 +29,7 @@ class MathVerify:
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """The score of a response. Raises ValueError where ground_truth is no expression."""
         text = str(ground_truth)
         marked = text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}"
@@ -41,4 +42,5 @@ class MathVerify:
         right = bool(found) and self._library.verify(
             wanted, found, float_rounding=self._precision, timeout_seconds=None
         )
-        return {"score": float(right), "well_formed": float(bool(found))}
+        answer = str(found[0]) if found else None
+        return {"score": float(right), "well_formed": float(bool(found)), "answer": answer}

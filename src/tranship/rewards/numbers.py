@@ -13,10 +13,11 @@ _AFTER_HASHES = re.compile(r"####\s*([-−]?)\s*\$?\s*([-−]?)([0-9][0-9,]*(?:\
 
 def exact_integer(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Score 1 if the last number of the response is the integer `ground_truth`, else 0.
 
-    well_formed: 1 if the last number is an integer at all. "1,234", "7." and "7.0" are integers; "3.5" is none.
+    well_formed: 1 if the last number is an integer at all. answer: the last number, or None.
+    "1,234", "7." and "7.0" are integers; "3.5" is none.
     Examples for 7: "3 + 4 = 7." 1; "It is 7, not 8" 0; "seven" 0 and not well formed.
     """
     wanted = _canonical_truth(ground_truth)
@@ -24,7 +25,7 @@ def exact_integer(
         raise ValueError(f"ground_truth {ground_truth!r} is not an integer")
     found = _last_number(solution_str)
     well_formed = found is not None and "." not in found
-    return {"score": float(found == wanted), "well_formed": float(well_formed)}
+    return {"score": float(found == wanted), "well_formed": float(well_formed), "answer": found}
 
 
 def hash_answer(
@@ -33,16 +34,17 @@ def hash_answer(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     flexible: bool = False,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Score 1 if the number after the last `####` (GSM8K's form) is `ground_truth`, else 0.
 
     flexible: where no `####` is followed by a number, the last number of the response counts. well_formed: 1 if a
-    `####` is followed by a number. Examples for 42: "#### 42." 1; "#### 41 #### 42" 1; "I think 42" 0, flexible 1.
+    `####` is followed by a number. answer: the number that counts, or None. Examples for 42: "#### 42." 1;
+    "#### 41 #### 42" 1; "I think 42" 0, flexible 1.
     """
     wanted = _canonical_truth(ground_truth)
     marked = [canonical(match[1] + match[2] + match[3]) for match in _AFTER_HASHES.finditer(solution_str)]
     found = marked[-1] if marked else (_last_number(solution_str) if flexible else None)
-    return {"score": float(found == wanted), "well_formed": float(bool(marked))}
+    return {"score": float(found == wanted), "well_formed": float(bool(marked)), "answer": found}
 
 
 def canonical(number: str) -> str:

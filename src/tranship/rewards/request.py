@@ -24,9 +24,10 @@ BY_NAME = (
 class RewardRequest:
     """One response to score; all values are JSON values.
 
-    solution: the response as text. prompt: the prompt as text, messages: as a conversation (none for a plain prompt).
-    num_tokens: of the response, max_response_tokens: its cap, completion_ids: its token ids. finish_reason: "stop",
-    "length" or "abort". rollout_info: what the rollout noted of the sample (turns, tool calls, the environment's word).
+    solution: the response as text (with an environment the model's last turn, and completion_ids too). prompt: the
+    prompt as text, messages: as a conversation (none for a plain prompt). num_tokens: of the whole response,
+    max_response_tokens: its cap, completion_ids: its token ids. finish_reason: "stop", "length" or "abort".
+    rollout_info: what the rollout noted of the sample (turns, tool calls, the environment's word).
     """
 
     data_source: str

@@ -6,7 +6,6 @@
 | reward_model (if there is one) | prompt, response | model_score |
 | reward | prompt_info, response, finish_reason, rollout_info, (model_score) | reward (scored, masked, or invalid) |
 | reference (only with a KL term, and for dpo) | prompt, response | ref_logprobs |
-| proximal (only with a correction) | prompt, response | proximal_logprobs |
 | value (ppo) | prompt, response | values |
 | advantage | groups: reward, response_mask, a record, (ref_logprobs, values) | advantages, loss_mask, (returns) |
 | recorded (sft, dpo; in the place of what samples) | prompt, prompt_info | response, advantages, loss_mask |

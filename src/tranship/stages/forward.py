@@ -1,4 +1,4 @@
-"""Stages that run a model over finished responses and write one column: reference, proximal, value, reward_model."""
+"""Stages that run a model over finished responses and write one column: reference, value, reward_model."""
 
 from __future__ import annotations
 

@@ -166,7 +166,8 @@ class RewardStage:
         ]
 
     def _request(self, batch: Batch, row: int, info: Mapping[str, Any]) -> RewardRequest:
-        response = batch["response"][row]
+        # With an environment the response holds what the world said too: a function judges the model's last turn.
+        response = batch["response"][row][batch["rollout_info"][row].get("last_turn", 0) :]
         return RewardRequest(
             info["data_source"],
             self._decode(response),
@@ -174,7 +175,7 @@ class RewardStage:
             info["extra_info"],
             prompt=info["text"],
             messages=info["messages"],
-            num_tokens=len(response),
+            num_tokens=len(batch["response"][row]),
             finish_reason=batch["finish_reason"][row],
             max_response_tokens=self._max_tokens,
             completion_ids=response.tolist(),

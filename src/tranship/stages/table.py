@@ -41,7 +41,6 @@ REWARD = StageSpec(
     kinds=BOTH,
 )
 REFERENCE = StageSpec("reference", reads=("prompt", "response"), writes=("ref_logprobs",))
-PROXIMAL = StageSpec("proximal", reads=("prompt", "response"), writes=("proximal_logprobs",))
 VALUE = StageSpec("value", reads=("prompt", "response"), writes=("values",))
 ADVANTAGE = StageSpec(
     "advantage",
@@ -78,7 +77,7 @@ def stage_table(algorithm: AlgorithmConfig, reward_model: RewardModelConfig = NO
     recorded = algorithm.flow in ("sft", "dpo")
     has_model, has_reference = reward_model.path is not None, algorithm.kl.coef > 0 or algorithm.flow == "dpo"
     kl_in_reward = algorithm.kl.coef > 0 and algorithm.kl.where == "reward"
-    corrected, critic = algorithm.correction.name != "none", algorithm.flow == "ppo"
+    critic = algorithm.flow == "ppo"
     reward = _more(REWARD, reads=("model_score",)) if has_model else REWARD
     rows: list[StageSpec] = []
     if recorded:
@@ -86,7 +85,6 @@ def stage_table(algorithm: AlgorithmConfig, reward_model: RewardModelConfig = NO
     sampling = [ROLLOUT, *([REWARD_MODEL] if has_model else []), reward]
     rows += [replace(row, kinds=("val",)) for row in sampling] if recorded else sampling
     rows += [REFERENCE] if has_reference else []
-    rows += [PROXIMAL] if corrected else []
     rows += [VALUE] if critic else []
     if not recorded:
         reads = (*(("ref_logprobs",) if kl_in_reward else ()), *(("values",) if critic else ()))
@@ -94,7 +92,6 @@ def stage_table(algorithm: AlgorithmConfig, reward_model: RewardModelConfig = NO
     needed = (
         *(() if recorded else ("policy_versions", "logprobs")),
         *(("ref_logprobs",) if has_reference and not kl_in_reward else ()),
-        *(("proximal_logprobs",) if corrected else ()),
         *(("values", "returns") if critic else ()),
     )
     return (*rows, _more(TRAIN, reads=needed), VALIDATE)

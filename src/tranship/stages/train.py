@@ -42,7 +42,9 @@ class TrainStage:
     Waits for the window of groups of the dock's version; unblocks the coordinator, which advances the version. The
     lease is checked immediately before each optimizer step, since an applied update cannot be refused. A window in
     which no group carries a signal leaves the weights alone and counts as a batch. A critic is trained on the same
-    batch, after the policy. Emits a `trained` event.
+    batch, after the policy. with_proximal: the log-probs of the weights before the batch's first optimizer step are
+    wanted too; they are computed here, since at any earlier time they would be those of older weights. Emits a
+    `trained` event.
     """
 
     name = "train"
@@ -57,6 +59,7 @@ class TrainStage:
         groups_per_step: int,
         lease_s: float,
         whiten_advantages: bool,
+        with_proximal: bool,
         critic: Critic | None,
         emit: Emit,
         watch: Stopwatch,
@@ -69,6 +72,7 @@ class TrainStage:
         self._lease_s = lease_s
         self._reads = reads
         self._whiten = whiten_advantages
+        self._with_proximal = with_proximal
         self._critic = critic
         self._emit = emit
         self._watch = watch
@@ -114,6 +118,8 @@ class TrainStage:
             train_batch = replace(train_batch, advantages=whiten(train_batch.advantages, train_batch.response_mask))
         metrics: dict[str, float] = {}
         if self._critic is None or batch.version >= self._critic.warmup_steps:
+            if self._with_proximal:
+                train_batch = self._with_proximal_logprobs(train_batch, fence)
             gap = _LogprobGap(self._loss, fence.keep)
             with self._watch.time("train"):
                 metrics = self._engine.update(train_batch, gap, fence=fence)
@@ -122,6 +128,13 @@ class TrainStage:
             with self._watch.time("critic"):
                 metrics |= self._critic.engine.update(train_batch, self._kept(self._critic.loss, fence), fence=fence)
         return metrics
+
+    def _with_proximal_logprobs(self, batch: TrainBatch, fence: _Fence) -> TrainBatch:
+        fence.keep()
+        with self._watch.time("proximal"):
+            logprobs = self._engine.logprobs(batch.prompts, batch.group_of, batch.responses)
+        fence.keep()
+        return replace(batch, proximal_logprobs=logprobs)
 
     def _kept(self, loss: ValueLossFn, fence: _Fence) -> ValueLossFn:
         def keep_lease(inputs: ValueInputs, totals: Totals) -> tuple[torch.Tensor, Metrics]:
@@ -149,7 +162,6 @@ def to_train_batch(batch: Batch, reads: tuple[str, ...]) -> TrainBatch:
         logprobs=optional("logprobs") or [np.zeros(len(ids), dtype=np.float32) for ids in batch["response"]],
         advantages=list(batch["advantages"]),
         ref_logprobs=optional("ref_logprobs"),
-        proximal_logprobs=optional("proximal_logprobs"),
         values=optional("values"),
         returns=optional("returns"),
         on_policy=[np.asarray(version) == batch.version for version in batch["policy_versions"]]

@@ -1,4 +1,4 @@
-"""What a training engine is. The train, reference and proximal stages use it through this protocol alone."""
+"""What a training engine is. The train and reference stages use it through this protocol alone."""
 
 from __future__ import annotations
 

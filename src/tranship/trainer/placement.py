@@ -13,7 +13,6 @@ _SERVED_FIRST = (
     "train",
     "advantage",
     "value",
-    "proximal",
     "reference",
     "reward_model",
     "recorded",

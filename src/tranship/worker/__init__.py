@@ -1,6 +1,5 @@
-"""A process that hosts stages: take, work, put."""
+"""A process that hosts stages: take, work, put. The dock's process loads this package too, so nothing heavy is here."""
 
 from tranship.worker.spec import WEIGHTS, WorkerSpec
-from tranship.worker.worker import Worker
 
-__all__ = ["WEIGHTS", "Worker", "WorkerSpec"]
+__all__ = ["WEIGHTS", "WorkerSpec"]

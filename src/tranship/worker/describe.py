@@ -38,10 +38,12 @@ def sample_record(batch: Batch, row: int, decode: Callable[[np.ndarray], str]) -
 
 def sampling_record(batch: Batch, row: int) -> dict[str, Any]:
     """What the sampler knew of a training sample: its versions and its mean log-prob (none for an empty response)."""
-    versions, logprobs = batch["policy_versions"][row], batch["logprobs"][row]
+    written = batch["response_mask"][row]
+    versions, logprobs = batch["policy_versions"][row][written], batch["logprobs"][row][written]
     return {
         "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
         "logprob_mean": float(np.mean(logprobs)) if len(logprobs) else None,
+        "num_written": int(written.sum()),
     }
 
 

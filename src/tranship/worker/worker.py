@@ -211,7 +211,7 @@ class Worker:
             return self._rollout_stage()
         if name == "reward":
             return self._reward_stage()
-        if name in ("reference", "proximal", "value", "reward_model"):
+        if name in ("reference", "value", "reward_model"):
             return self._forward_stage(name)
         if name == "recorded":
             groups = self._spec.config.groups_per_step
@@ -276,9 +276,6 @@ class Worker:
         row = self._spec.stage(name)
         if name == "reference":
             compute: Compute = build_train_engine(self._spec).logprobs
-        elif name == "proximal":
-            assert self._trainer is not None
-            compute = self._trainer.logprobs
         elif name == "value":
             assert self._critic is not None
             compute = self._critic.values
@@ -321,6 +318,7 @@ class Worker:
             groups_per_step=config.groups_per_step,
             lease_s=config.dock.lease_s,
             whiten_advantages=config.algorithm.whiten_advantages,
+            with_proximal=config.algorithm.correction.name != "none" and config.train.minibatches > 1,
             critic=critic,
             emit=self._emit,
             watch=self._watch,

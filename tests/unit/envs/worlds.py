@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import stat
+import struct
 import subprocess
 import sys
 import time
@@ -68,6 +70,9 @@ class Obedient:
             return Step([{"role": "user", "content": "x"}], info={"object": object()})
         if order == "nan":
             return Step(reward=float("nan"), done=True)
+        if order == "deep":
+            os.write(next(fd for fd in range(3, 256) if _is_socket(fd)), struct.pack("<I", 200_000) + b"[" * 200_000)
+            time.sleep(60)
         if order == "number":
             return Step([{"role": "user", "content": 3}])
         if order == "system":
@@ -75,6 +80,13 @@ class Obedient:
         if order == "large":
             return Step([{"role": "user", "content": "x" * (1 << 21)}])
         return Step(reward=1.0, done=True)
+
+
+def _is_socket(number: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:
+        return False
 
 
 class Refused:

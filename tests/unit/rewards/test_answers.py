@@ -33,7 +33,10 @@ from tranship.rewards.numbers import canonical, exact_integer, hash_answer
     ],
 )
 def test_exact_integer(gold: object, text: str, score: float, well_formed: float):
-    assert exact_integer("sums", text, gold) == {"score": score, "well_formed": well_formed}
+    result = exact_integer("sums", text, gold)
+    answer = result.pop("answer")
+    assert result == {"score": score, "well_formed": well_formed}
+    assert (answer == canonical(str(gold))) == bool(score)
 
 
 @pytest.mark.parametrize("function", [exact_integer, hash_answer])
@@ -75,8 +78,8 @@ def test_answers_after_four_hashes(gold: str, text: str, strict: float, flexible
 
 
 def test_well_formed_is_apart_from_right():
-    assert hash_answer("g", "#### 5", "6") == {"score": 0, "well_formed": 1}
-    assert hash_answer("g", "6", "6", flexible=True) == {"score": 1, "well_formed": 0}
+    assert hash_answer("g", "#### 5", "6") == {"score": 0, "well_formed": 1, "answer": "5"}
+    assert hash_answer("g", "6", "6", flexible=True) == {"score": 1, "well_formed": 0, "answer": "6"}
 
 
 @given(st.integers(), st.integers(0, 3))
@@ -153,5 +156,9 @@ def test_the_last_box(text: str, content: str | None):
     ],
 )
 def test_boxed_answers_are_compared_as_text(answer: str, truth: str, same: bool):
-    assert boxed("math", rf"It is \boxed{{{answer}}}.", truth) == {"score": same, "well_formed": 1}
+    assert boxed("math", rf"It is \boxed{{{answer}}}.", truth) == {
+        "score": same,
+        "well_formed": 1,
+        "answer": normalise(answer),
+    }
     assert (normalise(answer) == normalise(truth)) == same

@@ -34,7 +34,9 @@ def run(name: str, text: str, truth: Any = None, info: dict | None = None, **arg
     ],
 )
 def test_math_verify(truth: Any, text: str, score: int, well_formed: int):
-    assert run("math_verify", text, truth) == {"score": score, "well_formed": well_formed}
+    result = run("math_verify", text, truth)
+    assert (result.pop("answer") is not None) == bool(well_formed)
+    assert result == {"score": score, "well_formed": well_formed}
 
 
 def test_math_verify_refuses_a_truth_that_it_cannot_read():

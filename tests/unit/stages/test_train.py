@@ -25,6 +25,9 @@ class FakeEngine:
         self._steps = steps
         self._before = before
 
+    def logprobs(self, prompts: Any, group_of: Any, responses: Any) -> list[np.ndarray]:
+        return [np.full(len(ids), -2.0 - self.applied, dtype=np.float32) for ids in responses]
+
     def update(self, batch: TrainBatch, loss: Any, fence: Callable[[], None] = lambda: None) -> dict[str, float]:
         self.batches.append(batch)
         for _ in range(self._steps):
@@ -43,6 +46,7 @@ def stage_of(rig: Rig, algorithm: AlgorithmConfig, engine: FakeEngine, critic: C
         groups_per_step=1,
         lease_s=60.0,
         whiten_advantages=algorithm.whiten_advantages,
+        with_proximal=algorithm.correction.name != "none",
         critic=critic,
         emit=rig.events.append,
         watch=Stopwatch(),
@@ -67,7 +71,7 @@ def per_token(value: float) -> list[np.ndarray]:
 def test_the_engine_gets_what_the_table_says(rig: Callable[..., Rig]) -> None:
     algorithm = AlgorithmConfig(correction=CorrectionConfig(name="decoupled"))
     made = rig(algorithm, batch=1)
-    ready(made, 0, proximal_logprobs=per_token(-2.0))
+    ready(made, 0)
     engine = FakeEngine()
     assert stage_of(made, algorithm, engine).step()
     batch = engine.batches[0]
