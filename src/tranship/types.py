@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -46,6 +47,10 @@ class Sampling:
 
     The log-probs that an engine reports are those of softmax(logits / temperature) before top-k, top-p and min-p
     cut it (temperature 0 is greedy, and reports log-probs at temperature 1).
+
+    stop_token_ids: any of them ends a response, and is its last token. stop_strings: a response ends with the token
+    that completes one of them in its text; nothing is cut off, so that what was sampled is what is trained. An engine
+    that was not given a tokenizer refuses them.
     """
 
     max_response_tokens: int
@@ -54,6 +59,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,22 @@ class Score:
     def __post_init__(self) -> None:
         assert (self.value is not None) == (self.status == "scored"), f"{self.status} with value {self.value}"
         assert self.status != "invalid" or self.reason, "an invalid sample needs a reason"
+
+
+_EXCEPTION = re.compile(r"(?:raised )?[\w.]*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Iteration)")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|\([^)]*\)")
+
+
+def reason_class(reason: str) -> str:
+    """A reason without what belongs to one sample alone, to count by: "ValueError: no 3 in 'abc'" becomes "ValueError",
+    "returned str 'x', not a number" "returned str, not a number". Full reasons stay with the samples."""
+    parts = reason.split(": ")
+    for place, part in enumerate(parts):
+        if _EXCEPTION.fullmatch(part):
+            parts = parts[: place + 1]
+            break
+    text = " ".join(_QUOTED.sub("", ": ".join(parts[:2])).split())
+    return text.replace(" ,", ",")[:80].strip(" :,") or "unknown"
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""A stage sees the same whether the payload is memory of this process or shared between processes."""
+"""A stage sees the same wherever the payload is, and however the dock is reached: memory of this process, shared
+memory, a service at a Unix socket or at TCP, and payload that is fetched as from another node."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ import numpy as np
 import pytest
 
 from tranship.dock import Batch, Bfloat16, Dock, DockClient, StageNeeds, StaleLease, StaleSlab
+from tranship.dock.place import Place
+from tranship.dock.runs import RunServer
+from tranship.dock.service import DockService
 
 STAGES = (
     StageNeeds("rollout", ("prompt",)),
@@ -14,8 +18,13 @@ STAGES = (
 )
 
 
+SECRET = b"a secret of this test"
+WAYS = ("private", "shared", "unix", "tcp", "remote")
+
+
 class Rig:
-    def __init__(self, shared: bool, root, *, lease_s: float = 1000.0) -> None:
+    def __init__(self, way: str, root, *, lease_s: float = 1000.0) -> None:
+        self.way = way
         self.now = 0.0
         self.dock = Dock(
             STAGES,
@@ -25,21 +34,46 @@ class Rig:
             lease_s=lease_s,
             slab_bytes=1 << 13,
             capacity_bytes=1 << 17,
-            shared=shared,
+            shared=way != "private",
             ordered=False,
             clock=lambda: self.now,
             root=root,
         )
+        self.clients: dict[str, DockClient] = {}
+        if way in ("private", "shared"):
+            return
+        folder = self.dock.payload_folder()
+        assert folder is not None
+        self.runs = RunServer(folder, "tcp:127.0.0.1:0", secret=SECRET).start()
+        place = Place.of_folder(folder, self.runs.address)
+        address = f"unix:{root / 'dock'}" if way == "unix" else "tcp:127.0.0.1:0"
+        self.service = DockService(self.dock, [address], secret=SECRET, place=place).start()
 
     def client(self, owner: str) -> DockClient:
-        return DockClient(lambda method, *args, **kwargs: getattr(self.dock, method)(*args, **kwargs), owner, wait_s=1)
+        """The client of that name: one, since a name that is gone loses its leases."""
+        if owner not in self.clients:
+            self.clients[owner] = self._connect(owner)
+        return self.clients[owner]
+
+    def _connect(self, owner: str) -> DockClient:
+        if self.way in ("private", "shared"):
+            dock = self.dock
+            return DockClient(lambda method, *args, **kwargs: getattr(dock, method)(*args, **kwargs), owner, wait_s=1)
+        node = "elsewhere" if self.way == "remote" else None
+        return DockClient.connect(self.service.addresses[0], SECRET, owner, wait_s=1, node=node)
+
+    def close(self) -> None:
+        if self.way not in ("private", "shared"):
+            self.service.close()
+            self.runs.close()
+        self.dock.close()
 
 
-@pytest.fixture(params=[False, True], ids=["private", "shared"])
+@pytest.fixture(params=WAYS)
 def rig(request, tmp_path):
     rig = Rig(request.param, tmp_path)
     yield rig
-    rig.dock.close()
+    rig.close()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,110 +1,16 @@
-"""What every rollout engine of the table keeps to."""
+"""What every rollout engine of the table keeps to: requests, updates, interruptions."""
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.contract.rollout_lab import PROMPT, VOCAB, group, one, reference, run, update
 from tranship.layouts.pieces import box_size
-from tranship.lookup import resolve
-from tranship.rollout import ROLLOUT_ENGINES, GroupRequest
-from tranship.types import SampleId, Sampling, UserError, sample_seed
-
-VOCAB = 320
-PROMPT = np.arange(3, 40, dtype=np.int32)
+from tranship.types import RunError, SampleId, UserError
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Two models of one shape."""
-    made = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        config = AutoConfig.for_model(
-            "llama",
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-        )
-        model = AutoModelForCausalLM.from_config(config).float()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                _ = parameter.normal_(0, 0.2) if parameter.ndim > 1 else parameter
-        made.append(tmp_path_factory.mktemp("model"))
-        model.save_pretrained(made[-1])
-    return made
-
-
-@pytest.fixture(params=sorted(ROLLOUT_ENGINES))
-def make(request, folders):
-    cls = resolve(request.param, ROLLOUT_ENGINES, "rollout.engine")
-
-    def build(version=0, **settings):
-        defaults = {
-            "dtype": "fp32",
-            "device": "cpu",
-            "max_running": 4,
-            "max_tokens": 120,
-            "on_update": "recompute",
-            "deterministic": False,
-            "eos_token_ids": (1,),
-        }
-        engine = cls(folders[0], **(defaults | settings))
-        if version >= 0:
-            update(engine, folders[0], version)
-        return engine
-
-    return build
-
-
-@torch.no_grad()
-def update(engine, folder, version):
-    tensors = load_file(folder / "model.safetensors")
-    engine.begin_update()
-    for piece in engine.pieces():
-        target = engine.storage(piece.storage)[tuple(slice(*bounds) for bounds in piece.storage_box)]
-        target.copy_(tensors[piece.name][tuple(slice(*bounds) for bounds in piece.box)])
-    engine.finish_update(version)
-
-
-def group(group_id=0, count=4, partials=None, cap=20, **sampling):
-    samples = tuple(SampleId(group_id, index) for index in range(count))
-    seeds = tuple(sample_seed(0, sample) for sample in samples)
-    return GroupRequest(PROMPT, samples, seeds, Sampling(cap, **sampling), partials)
-
-
-def run(engine, *requests):
-    for request in requests:
-        engine.submit(request)
-    done = {}
-    for _ in range(1000):
-        if not engine.num_unfinished:
-            return done
-        done |= {response.sample: response for response in engine.step()}
-    raise AssertionError("the engine does not finish")
-
-
-def reference(folder, response):
-    ids = torch.from_numpy(np.concatenate([PROMPT, response]).astype(np.int64))
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids[None]).logits[0]
-    picked = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1].gather(1, ids[len(PROMPT) :, None])
-    return picked.squeeze(1).numpy()
-
-
-def test_responses_are_whole_and_typed(make):
-    engine = make(version=6)
+def test_responses_are_whole_and_typed(make_rollout):
+    engine = make_rollout(version=6)
     done = run(engine, group(0), group(1, 3))
     assert set(done) == {SampleId(0, index) for index in range(4)} | {SampleId(1, index) for index in range(3)}
     for response in done.values():
@@ -118,42 +24,25 @@ def test_responses_are_whole_and_typed(make):
         assert 1 not in response.token_ids[:-1]
 
 
-def test_logprobs_and_probe_are_the_models(make, folders):
-    engine = make()
+def test_logprobs_and_probe_are_the_models(make_rollout, rollout_folders):
+    engine = make_rollout()
     for response in run(engine, group(0)).values():
-        assert np.abs(response.logprobs - reference(folders[0], response.token_ids)).max() <= 1e-4
+        assert np.abs(response.logprobs - reference(rollout_folders[0], response.token_ids)).max() <= 1e-4
     probed = engine.probe(np.concatenate([PROMPT, PROMPT]))
     assert probed.dtype == np.float32
     assert len(probed) == 2 * len(PROMPT) - 1
-    assert np.abs(probed[len(PROMPT) - 1 :] - reference(folders[0], PROMPT)).max() <= 1e-4
+    assert np.abs(probed[len(PROMPT) - 1 :] - reference(rollout_folders[0], PROMPT)).max() <= 1e-4
 
 
-def test_seeds_decide(make):
-    first, second = run(make(), group(0)), run(make(), group(0))
+def test_seeds_decide(make_rollout):
+    first, second = run(make_rollout(), group(0)), run(make_rollout(), group(0))
     assert len({response.token_ids.tobytes() for response in first.values()}) == 4
     for sample, response in first.items():
         assert np.array_equal(response.token_ids, second[sample].token_ids)
 
 
-def test_an_update_reaches_running_samples(make, folders):
-    engine = make(version=2, ignore_eos=True)
-    if not engine.capabilities.partial_rollout:
-        pytest.skip("this engine finishes what it began before it takes new weights")
-    engine.submit(group(0, cap=8))
-    for _ in range(3):
-        assert engine.step() == []
-    update(engine, folders[1], 3)
-    assert engine.policy_version == 3
-    for response in run(engine).values():
-        old = int((response.policy_versions == 2).sum())
-        assert 0 < old < 8
-        assert response.policy_versions.tolist() == [2] * old + [3] * (8 - old)
-        wanted = [reference(folder, response.token_ids) for folder in folders]
-        assert np.abs(response.logprobs - np.concatenate([wanted[0][:old], wanted[1][old:]])).max() <= 1e-4
-
-
-def test_abort_and_partials(make):
-    engine = make(ignore_eos=True)
+def test_abort_and_partials(make_rollout):
+    engine = make_rollout(ignore_eos=True)
     engine.submit(group(0, 4))
     for _ in range(4):
         engine.step()
@@ -169,35 +58,59 @@ def test_abort_and_partials(make):
         assert np.array_equal(response.logprobs[:kept], partials[sample].logprobs)
 
 
-def test_pieces_cover_the_model_once(make, folders):
-    engine = make(version=-1)
+def test_pieces_cover_the_model_once(make_rollout, rollout_folders):
+    engine = make_rollout(version=-1)
     assert engine.policy_version == -1
     sizes = {}
     for piece in engine.pieces():
         assert tuple(b - a for a, b in piece.box) == tuple(b - a for a, b in piece.storage_box[-len(piece.box) :])
         sizes[piece.name] = sizes.get(piece.name, 0) + box_size(piece.box)
-    assert sizes == {name: tensor.numel() for name, tensor in load_file(folders[0] / "model.safetensors").items()}
+    assert sizes == {
+        name: tensor.numel() for name, tensor in load_file(rollout_folders[0] / "model.safetensors").items()
+    }
 
 
-def test_sleep_and_wake_up(make, folders):
-    engine = make()
+def test_sleep_and_wake_up(make_rollout, rollout_folders):
+    engine = make_rollout()
     before = run(engine, group(0))
     engine.sleep()
     engine.wake_up()
-    update(engine, folders[0], 1)
+    engine.submit(group(0))
+    with pytest.raises(RunError, match="update"):
+        engine.step()
+    engine.abort()
+    update(engine, rollout_folders[0], 1)
     for sample, response in run(engine, group(0)).items():
         assert np.array_equal(response.token_ids, before[sample].token_ids)
+        assert (response.policy_versions == 1).all()
 
 
-def test_too_long_a_request_is_refused(make):
-    engine = make()
-    with pytest.raises(UserError, match="120"):
-        engine.submit(group(0, cap=120))
-    assert engine.num_unfinished == 0
+def test_what_does_not_fit_is_refused_one_by_one(make_rollout):
+    engine = make_rollout()
+    calm = run(make_rollout(), group(0), group(1))
+    engine.submit(group(0))
+    engine.step()
+    for request, message in (
+        (group(2, cap=120), "120"),
+        (group(2, prompt=np.arange(119, dtype=np.int32)), "120"),
+        (group(2, prompt=np.array([VOCAB], np.int32)), str(VOCAB)),
+        (group(2, prompt=np.empty(0, np.int32)), "token"),
+        (group(2, top_p=0.0), "top_p"),
+        (group(2, temperature=-1.0), "temperature"),
+        (group(0), "running already"),
+    ):
+        unfinished = engine.num_unfinished
+        with pytest.raises(UserError, match=message):
+            engine.submit(request)
+        assert engine.num_unfinished == unfinished
+    done = run(engine, group(1))
+    assert set(done) == set(calm)
+    for sample, response in done.items():
+        assert np.array_equal(response.token_ids, calm[sample].token_ids)
 
 
-def test_counts(make):
-    engine = make(ignore_eos=True)
+def test_counts(make_rollout):
+    engine = make_rollout(ignore_eos=True)
     assert (engine.num_unfinished, engine.num_free) == (0, 4)
     assert engine.step() == []
     engine.submit(group(0, 3))
@@ -206,17 +119,93 @@ def test_counts(make):
     assert (engine.num_unfinished, engine.num_free) == (0, 4)
 
 
-def test_deterministic_mode_is_bit_equal_or_refused(make):
+def start(make_rollout, on_update, cap=10):
+    """An engine at version 2 with four samples of four tokens each."""
+    engine = make_rollout(version=2, ignore_eos=True, on_update=on_update)
+    engine.submit(group(0, cap=cap))
+    for _ in range(3):
+        assert engine.step() == []
+    return engine
+
+
+def check_versions(response, folders, kept, *, new_cache):
+    """kept tokens of version 2 and the rest of 3; the rest has the new weights' log-probs if the cache is new too."""
+    old = int((response.policy_versions == 2).sum())
+    assert response.policy_versions.tolist() == [2] * old + [3] * (10 - old)
+    assert old == kept
+    wanted = [reference(folder, response.token_ids) for folder in folders]
+    assert np.abs(response.logprobs[:old] - wanted[0][:old]).max() <= 1e-4
+    assert (np.abs(response.logprobs[old:] - wanted[1][old:]).max() <= 1e-4) == new_cache
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_pausing_without_an_abort_goes_on_after_an_update(make_rollout, rollout_folders, on_update):
+    engine = start(make_rollout, on_update)
+    if not engine.capabilities.partial_rollout:
+        pytest.skip("this engine finishes what it began before it takes new weights")
+    update(engine, rollout_folders[1], 3)
+    done = run(engine)
+    assert len(done) == 4
+    for response in done.values():
+        check_versions(response, rollout_folders, 4, new_cache=on_update == "recompute")
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_pausing_with_an_abort_goes_on_from_partial_responses(make_rollout, rollout_folders, on_update):
+    engine = start(make_rollout, on_update)
+    stopped = {response.sample: response for response in engine.abort()}
+    kept = len(stopped[SampleId(0, 0)].token_ids)
+    assert kept > 0
+    update(engine, rollout_folders[1], 3)
+    done = run(engine, group(0, cap=10, partials=stopped))
+    assert len(done) == 4
+    for response in done.values():
+        check_versions(response, rollout_folders, kept, new_cache=True)
+
+
+def test_pausing_by_waiting_leaves_one_version(make_rollout, rollout_folders):
+    engine = start(make_rollout, "recompute")
+    for response in run(engine).values():
+        assert response.policy_versions.tolist() == [2] * 10
+    update(engine, rollout_folders[1], 3)
+    for response in run(engine, group(1)).values():
+        assert (response.policy_versions == 3).all()
+        assert np.abs(response.logprobs - reference(rollout_folders[1], response.token_ids)).max() <= 1e-4
+
+
+def test_an_updated_engine_is_as_a_fresh_one_and_the_same_weights_change_nothing(make_rollout, rollout_folders):
+    engine, fresh = make_rollout(), make_rollout(version=-1)
+    run(engine, group(0))
+    update(fresh, rollout_folders[1], 5)
+    for version in (1, 2):
+        update(engine, rollout_folders[1], version)
+        assert np.array_equal(engine.probe(PROMPT), fresh.probe(PROMPT))
+        wanted = run(fresh, group(0, temperature=0.0))
+        for sample, response in run(engine, group(0, temperature=0.0)).items():
+            assert np.array_equal(response.token_ids, wanted[sample].token_ids)
+            assert np.array_equal(response.logprobs, wanted[sample].logprobs)
+
+
+def test_deterministic_mode_is_bit_equal_whatever_runs_beside_or_refused(make_rollout):
     try:
-        engine = make(deterministic=True)
+        engine = make_rollout(deterministic=True, max_running=13)
     except UserError:
         return
     assert engine.capabilities.deterministic
-    together, alone = run(engine, group(0), group(1)), {}
+    alone = {}
     for index in range(4):
-        name = SampleId(0, index)
-        request = GroupRequest(PROMPT, (name,), (sample_seed(0, name),), Sampling(20))
-        alone |= run(make(deterministic=True), request)
+        alone |= run(make_rollout(deterministic=True), one(group(0, cap=40), index))
+    long, short = np.arange(60, dtype=np.int32), np.arange(2, dtype=np.int32)
+    engine.submit(group(5, 3, prompt=long, cap=50, temperature=0.0))
+    for _ in range(7):
+        engine.step()
+    engine.submit(group(6, 1, prompt=short, cap=4, top_p=0.5))
+    engine.submit(group(0, cap=40))
+    done = {}
+    for _ in range(9):
+        done |= {response.sample: response for response in engine.step()}
+    engine.abort([SampleId(5, 0), SampleId(5, 2)])
+    done |= run(engine, group(7, 5, cap=30, temperature=1.9))
     for sample, response in alone.items():
-        assert np.array_equal(response.token_ids, together[sample].token_ids)
-        assert np.array_equal(response.logprobs, together[sample].logprobs)
+        assert np.array_equal(response.token_ids, done[sample].token_ids)
+        assert np.array_equal(response.logprobs, done[sample].logprobs)

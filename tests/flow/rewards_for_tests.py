@@ -26,3 +26,16 @@ def broken(data_source: str, solution_str: str, ground_truth: Any, extra_info: A
 def always_one(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """Nothing that could tell samples apart."""
     return 1.0
+
+
+def now_and_then(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """As token_sum for half of the prompts; nothing that tells samples apart for the others."""
+    return token_sum(data_source, solution_str, ground_truth) if int(ground_truth) % 2 else 1.0
+
+
+def quotes_the_text(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Raises on some texts, and says which."""
+    value = token_sum(data_source, solution_str, ground_truth)
+    if value < 0.5:
+        raise ValueError(f"cannot parse {solution_str!r}: {value}")
+    return value

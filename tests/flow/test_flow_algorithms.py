@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from tranship.config.load import loads
 from tranship.config.presets import ALGORITHMS
 from tranship.trainer import Result, run
-from tranship.types import RunError
+from tranship.types import RunError, UserError
 
 Recipe = Callable[..., dict[str, Any]]
 RECORDED = {"dpo": "preference", "sft": "demonstration"}
@@ -124,3 +124,90 @@ def test_the_epochs_border_changes_nothing(recipe: Recipe, tmp_path: Path) -> No
     asked = [row["input"] for row in rows if row["sample_index"] == 0]
     assert len(asked) == 8
     assert all(asked[:6].count(text) == 2 for text in set(asked[:6]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", [{"coef": 0.05}, {"coef": 0.05, "where": "loss"}])
+def test_ragged_lengths_under_a_critic_and_a_kl_are_the_same_in_every_placement(
+    recipe: Recipe, tmp_path: Path, kl: dict[str, Any]
+) -> None:
+    """Which groups are ready together depends on the placement; what is computed of them must not."""
+    ragged = {"stop_token_ids": list(range(20, 60)), "max_running": 4, "group_size": 4, "max_response_tokens": 12}
+    common: dict[str, Any] = {"train__steps": 2, "train__batch_size": 16, "rollout": ragged}
+    for placement, changes in (
+        ("inline", {}),
+        ("ray", {"placement__runtime": "ray", "placement__layout": "split"}),
+    ):
+        values = recipe(run__dir=str(tmp_path / placement), run__export=True, **common, **changes)
+        values["algorithm"] = {"name": "ppo", "kl": kl}
+        run(loads(values))
+    lengths = {row["num_tokens"] for row in read_jsonl(tmp_path / "ray" / "samples.jsonl")}
+    assert len(lengths) > 2
+    assert same(weights(tmp_path / "inline" / "model"), weights(tmp_path / "ray" / "model"))
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_learning_rate_follows_the_batches_of_the_run(recipe: Recipe, tmp_path: Path, name: str) -> None:
+    """Also those without a signal, and those on which only the critic is trained."""
+    reward = f"{Path(__file__).parent / 'rewards_for_tests.py'}:now_and_then"
+    values = recipe(run__dir=str(tmp_path / "run"), train__steps=6, train__batch_size=4, reward__function=reward)
+    values["train"]["optimizer"] = {"learning_rate": 6e-3, "schedule": "linear"}
+    values["algorithm"] = {"name": name, **({"critic": {"warmup_steps": 3}} if name == "ppo" else {})}
+    run(loads(values))
+    steps = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "step"]
+    rates = {row["step"]: row["actor/lr"] for row in steps if "actor/lr" in row}
+    assert 0 < len(rates) < 6
+    assert rates == pytest.approx({step: 6e-3 * (7 - step) / 6 for step in rates})
+
+
+def test_recorded_responses_are_learned_at_temperature_1(recipe: Recipe, tmp_path: Path) -> None:
+    for name, temperature in (("cold", 0.3), ("plain", 1.0)):
+        go(recipe, tmp_path / name, "sft", train__steps=2, rollout__temperature=temperature)
+    assert same(weights(tmp_path / "cold" / "model"), weights(tmp_path / "plain" / "model"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollout__temperature": 0.0}, r"rollout\.temperature 0 gives every sample"),
+        ({"rollout__stop_token_ids": [10**6]}, r"rollout\.stop_token_ids 1000000 is no token"),
+        ({"rollout__group_size": 1}, r"compares the samples of a prompt, and rollout\.group_size is 1"),
+        ({"algorithm": {"name": "ppo", "critic": {"warmup_steps": 3}}}, "leaves no step for the policy"),
+    ],
+)
+def test_what_can_learn_nothing_is_refused(recipe: Recipe, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(loads(recipe(**changes)))
+
+
+def test_steps_without_a_scored_sample_stop_the_run(recipe: Recipe) -> None:
+    """All of them masked: no fault of any sample, and nothing to learn from either."""
+    changes = {"rollout__ignore_eos": True, "reward__mask_truncated": True, "train__steps": 6}
+    with pytest.raises(RunError, match=r"no sample of 3 steps in a row could be scored.*masked"):
+        run(loads(recipe(**changes)))
+
+
+def test_reasons_are_counted_by_their_class(recipe: Recipe, tmp_path: Path) -> None:
+    reward = f"{Path(__file__).parent / 'rewards_for_tests.py'}:quotes_the_text"
+    run(loads(recipe(reward__function=reward, train__steps=2)))
+    rows = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert len({row["reason"] for row in rows if row["status"] == "invalid"}) > 2
+    steps = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "step"]
+    assert {key for row in steps for key in row if key.startswith("samples/invalid/")} == {"samples/invalid/ValueError"}
+
+
+def test_the_last_step_is_validated_when_it_is_due(recipe: Recipe, tmp_path: Path) -> None:
+    changes = {"validation__every_steps": 2, "checkpoint__best_metric": "score"}
+    run(loads(recipe(train__steps=4, **changes)))
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["kind"], row["step"]) for row in rows if row["kind"] != "step"] == [("during", 2), ("during", 4)]
+
+
+def test_an_emptied_pointer_loses_no_run(recipe: Recipe, tmp_path: Path) -> None:
+    go(recipe, tmp_path / "whole", "grpo", train__steps=3)
+    go(recipe, tmp_path / "torn", "grpo", train__steps=2)
+    (tmp_path / "torn" / "checkpoints" / "latest").write_text("")
+    go(recipe, tmp_path / "torn", "grpo", train__steps=3, run__resume="auto")
+    assert same(weights(tmp_path / "whole" / "model"), weights(tmp_path / "torn" / "model"))
+    steps = [row["step"] for row in read_jsonl(tmp_path / "torn" / "metrics.jsonl") if row["kind"] == "step"]
+    assert steps == [1, 2, 3]

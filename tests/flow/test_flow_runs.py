@@ -167,3 +167,18 @@ def test_rewards_that_always_fail_stop_the_run_with_the_reason(recipe: Recipe) -
     function = f"{Path(__file__).parent / 'rewards_for_tests.py'}:broken"
     with pytest.raises(tranship.types.RunError, match=r"3 steps in a row .*LookupError: no answer key"):
         tranship.run(loads(recipe(reward__function=function, train__steps=9)))
+
+
+def test_a_stop_string_ends_responses(recipe: Recipe, tmp_path: Path) -> None:
+    free = recipe(run__dir=str(tmp_path / "free"), train__steps=1)
+    tranship.run(loads(free))
+    texts = [row["output"] for row in read_jsonl(tmp_path / "free" / "samples.jsonl")]
+    character = next(
+        c for c in "".join(texts) if c.isascii() and c.isprintable() and sum(c in t[:-1] for t in texts) > 1
+    )
+    stopped = recipe(run__dir=str(tmp_path / "stopped"), train__steps=1, rollout__stop_strings=[character])
+    tranship.run(loads(stopped))
+    rows = read_jsonl(tmp_path / "stopped" / "samples.jsonl")
+    ended = [row for row in rows if character in row["output"]]
+    assert ended
+    assert all(row["finish_reason"] == "stop" for row in ended)

@@ -2,4 +2,8 @@
 
 from collections.abc import Mapping
 
-BENCHES: Mapping[str, str] = {"dock": "tranship.bench.dock:main", "e2e": "tranship.bench.e2e:main"}
+BENCHES: Mapping[str, str] = {
+    "dock": "tranship.bench.dock:main",
+    "e2e": "tranship.bench.e2e:main",
+    "rollout": "tranship.bench.rollout:main",
+}

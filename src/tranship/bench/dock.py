@@ -30,6 +30,7 @@ from tranship.types import RunError, UserError
 
 SIDES = ("ours", "transferqueue", "central", "objects")
 WORKLOADS = ("1x1", "small", "4x4", "8x8", "one", "wide", "control", "storm")
+QUICK = ("1x1", "4x4", "one", "wide", "control", "storm")
 _SETTINGS = {
     "1x1": Setting(1, 1, 1024, 4096),
     "small": Setting(1, 1, 256, 2048),
@@ -85,10 +86,11 @@ _NEEDS_REMOTE = {workload for workload, _, remote in _RATIOS.values() if remote}
 def main(quick: bool, json_file: Path | None, workloads: str = "", sides: str = "", rounds: int | None = None) -> int:
     """Run the benchmark, print its table, write json_file; returns 0.
 
-    workloads: some of WORKLOADS (empty: all). sides: some of SIDES (empty: all). rounds: counted rounds of each setting
-    (None: 5, or 2 with quick).
+    workloads: some of WORKLOADS (empty: all; QUICK with quick, so that it ends in a minute). sides: some of SIDES
+    (empty: all). rounds: counted rounds of each setting (None: 5, or 2 with quick).
     """
-    names, chosen = _chosen(workloads, WORKLOADS, "workloads"), _chosen(sides, SIDES, "sides")
+    names = _chosen(workloads or (",".join(QUICK) if quick else ""), WORKLOADS, "workloads")
+    chosen = _chosen(sides, SIDES, "sides")
     if "ours" not in chosen:
         raise UserError("bench dock: sides must have ours, which everything is compared with")
     num_rounds = rounds or (2 if quick else 5)
@@ -125,18 +127,20 @@ class _Peers:
     def __init__(self, sides: list[str], folder: Path, report: Report) -> None:
         self._report = report
         self.there: dict[str, Process] = {}
-        self._rays: set[Process] = set()
-        if {"central", "objects"} & set(sides):
-            command = [sys.executable, "-m", "tranship.bench.dock_ray"]
-            self._open(command, [side for side in ("central", "objects") if side in sides], folder / "ray.log")
-        if "transferqueue" in sides:
-            python = peer_python()
-            if python.exists():
-                script = Path(__file__).with_name("dock_transferqueue_peer.py")
-                self._open([str(python), str(script)], ["transferqueue"], folder / "transferqueue.log")
-            else:
-                words = f"TransferQueue was not measured: {python} is not there (`make bench-env` makes it)"
-                report.notes.append(words)
+        started: list[tuple[Process, list[str]]] = []
+        on_ray = [side for side in ("central", "objects") if side in sides]
+        if on_ray:
+            started.append((Process([sys.executable, "-m", "tranship.bench.dock_ray"], folder / "ray.log"), on_ray))
+        python = peer_python()
+        if "transferqueue" in sides and python.exists():
+            script = Path(__file__).with_name("dock_transferqueue_peer.py")
+            peer = Process([str(python), str(script)], folder / "transferqueue.log")
+            started.append((peer, ["transferqueue"]))
+        elif "transferqueue" in sides:
+            words = f"TransferQueue was not measured: {python} is not there (`make bench-env` makes it)"
+            report.notes.append(words)
+        for process, names in started:
+            self._wait_for(process, names)
 
     def round(self, side: str, setting: Setting, repeats: int, *, checked: bool) -> dict[str, Any] | None:
         """A round of a side; None if it is not there (any more)."""
@@ -154,8 +158,7 @@ class _Peers:
         for process in dict.fromkeys(self.there.values()):
             process.end()
 
-    def _open(self, command: list[str], sides: list[str], log: Path) -> None:
-        process = Process(command, log)
+    def _wait_for(self, process: Process, sides: list[str]) -> None:
         try:
             said = process.ask({"do": "versions"}, _LIMIT_S)
         except RunError as error:
@@ -187,7 +190,7 @@ def _compare(name: str, ours: Ours, peers: _Peers, rounds: int, report: Report, 
         peers.round(side, setting, 1, checked=True)
     trips: dict[str, list[float]] = {}
     nbytes = 0
-    local: dict[str, list[float]] = {key: [] for key in ("put", "get", "view", "copy")}
+    local: dict[str, list[float]] = {key: [] for key in ("put", "put_packed", "get", "view", "copy")}
     for _ in range(rounds):
         mine = ours.round(setting, _REPEATS["ours"])
         nbytes = mine["nbytes"]
@@ -197,7 +200,9 @@ def _compare(name: str, ours: Ours, peers: _Peers, rounds: int, report: Report, 
         if name == "1x1":
             copies = ours.copies(mine["nbytes"], _REPEATS["ours"])
             views = ours.round(setting, _REPEATS["ours"], how="view")["get_s"]
-            for key, seconds in (("put", mine["put_s"]), ("get", mine["get_s"]), ("view", views), ("copy", copies)):
+            packed = ours.round(setting, _REPEATS["ours"], packed=True)["put_s"]
+            found = {"put": mine["put_s"], "put_packed": packed, "get": mine["get_s"], "view": views, "copy": copies}
+            for key, seconds in found.items():
                 local[key].append(statistics.median(seconds))
         for side in others:
             done = peers.round(side, setting, _REPEATS[side], checked=False)
@@ -211,7 +216,7 @@ def _compare(name: str, ours: Ours, peers: _Peers, rounds: int, report: Report, 
             mine_s = trips["remote" if remote else "ours"]
             report.add(figure, [theirs / own for theirs, own in zip(trips[side], mine_s, strict=True)])
     if name == "1x1":
-        for key in ("put", "get", "view"):
+        for key in ("put", "put_packed", "get", "view"):
             report.add(f"{key}_vs_memcpy", [c / own for c, own in zip(local["copy"], local[key], strict=True)])
 
 
@@ -264,6 +269,8 @@ def _add_storm(folder: Path, seconds: float, report: Report) -> None:
     report.add("rows_counted_twice", [outcome.rows_counted_twice])
     report.add("workers_killed", [outcome.killed])
     report.add("workers_stopped", [outcome.stopped])
+    if outcome.dock_recovery_s:
+        report.add("dock_recovery_s", outcome.dock_recovery_s)
     report.add("groups_trained_in_the_storm", [sum(outcome.seen.values())])
     report.add("recovery_s", [Storm(folder, seed=0).recover(stop=True)])
     report.add("recovery_killed_s", [Storm(folder, seed=0).recover(stop=False)])

@@ -30,7 +30,9 @@ class Ours:
         self._prepared: dict[str, tuple[Any, ...]] = {}
         self._base = 0
 
-    def round(self, setting: Setting, repeats: int, *, remote: bool = False, how: str = "copy") -> dict[str, Any]:
+    def round(
+        self, setting: Setting, repeats: int, *, remote: bool = False, how: str = "copy", packed: bool = False
+    ) -> dict[str, Any]:
         """Seconds of putting and of getting one batch, for each repeat, and the bytes of the batch."""
         groups = setting.batch // GROUP
         producers = [self._mover(f"p{i}") for i in range(setting.producers)]
@@ -48,7 +50,7 @@ class Ours:
         for _ in range(repeats):
             base = self._next(groups)
             producers[0].ask({"do": "admit", "base": base, "groups": groups, "size": GROUP}, _LIMIT_S)
-            puts.append(_together(producers, {"do": "put", "base": base})[0])
+            puts.append(_together(producers, {"do": "put", "base": base, "packed": packed})[0])
             each = {"do": "get", "stage": "read", "groups": groups // setting.consumers, "base": base}
             seconds, answers = _together(consumers, {**each, "size": GROUP, "longest": setting.longest, "how": how})
             gets.append(seconds)

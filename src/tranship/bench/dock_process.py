@@ -7,17 +7,16 @@ mover ADDRESS SECRET NAME NODE         a producer or a consumer; NODE "" is this
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tranship.bench.dock_pipe import answer_lines
 from tranship.bench.dock_work import COLUMNS, check, copy_seconds, nbytes_of, now, rows
-from tranship.dock import Dock, DockClient, StageNeeds
-from tranship.dock.buffers import Buffers
-from tranship.dock.place import Place
-from tranship.dock.runs import RunServer
-from tranship.dock.service import DockService
+from tranship.dock import Buffers, Dock, DockClient, Ragged, StageNeeds
+from tranship.dock.served import ServedDock
 from tranship.types import SampleId
 
 GROUP = 8
@@ -29,7 +28,7 @@ STAGES = (
 )
 
 
-def make_dock(run_id: str, *, shared: bool = True) -> Dock:
+def make_dock(run_id: str, *, shared: bool = True, clock: Callable[[], float] = time.monotonic) -> Dock:
     """A dock with room for two batches of the largest setting."""
     return Dock(
         STAGES,
@@ -41,23 +40,20 @@ def make_dock(run_id: str, *, shared: bool = True) -> Dock:
         capacity_bytes=2 << 30,
         shared=shared,
         ordered=False,
+        clock=clock,
     )
 
 
 def host(socket: str, secret: str) -> None:
     """Serve a dock until standard input ends."""
-    dock = make_dock("bench-dock")
-    folder = dock.payload_folder()
-    assert folder is not None
-    runs = RunServer(folder, "tcp:127.0.0.1:0", secret=secret.encode()).start()
-    place = Place.of_folder(folder, runs.address)
-    service = DockService(dock, [f"unix:{socket}", "tcp:127.0.0.1:0"], secret=secret.encode(), place=place).start()
+    addresses = [f"unix:{socket}", "tcp:127.0.0.1:0"]
+    served = ServedDock(
+        lambda clock, adopt: make_dock("bench-dock", clock=clock), addresses, secret=secret.encode(), runs=addresses[1]
+    )
     try:
-        answer_lines({"addresses": lambda: {"unix": service.addresses[0], "tcp": service.addresses[1]}})
+        answer_lines({"addresses": lambda: {"unix": served.addresses[0], "tcp": served.addresses[1]}})
     finally:
-        service.close()
-        runs.close()
-        dock.close()
+        served.close()
 
 
 class Mover:
@@ -86,11 +82,12 @@ class Mover:
         self._rows = [SampleId(i // GROUP, i % GROUP) for i in range(count)]
         return {"nbytes": sum(value.nbytes for value in values), "tokens": int(lengths.sum())}
 
-    def put(self, base: int) -> dict[str, Any]:
-        """Put them, as groups from `base` on; one message."""
+    def put(self, base: int, packed: bool = False) -> dict[str, Any]:
+        """Put them, as groups from `base` on; one message. packed: the values lie one behind the other beforehand."""
         named = [SampleId(base + row.group_id, row.sample_index) for row in self._rows]
+        columns = {name: _ragged(values) for name, values in self._columns.items()} if packed else self._columns
         start = now()
-        self._client.put(named, self._columns)
+        self._client.put(named, columns)
         return {"times": [start, now()]}
 
     def get(self, stage: str, groups: int, base: int, size: int, longest: int, how: str) -> dict[str, Any]:
@@ -152,6 +149,14 @@ class Mover:
         """What it does by name."""
         names = ("prepare", "prepare_wide", "put", "get", "admit", "finish", "copy", "one_by_one")
         return {name: getattr(self, name) for name in names}
+
+
+def _ragged(values: Any) -> Any:
+    """A column of one-dimensional arrays, packed; another one as it is."""
+    if isinstance(values, np.ndarray):
+        return values
+    lengths = np.array([len(value) for value in values])
+    return Ragged(np.concatenate(values), np.concatenate([[0], np.cumsum(lengths)]), lengths.reshape(-1, 1))
 
 
 def main(role: str, *words: str) -> None:

@@ -1,6 +1,8 @@
-"""The storm of `bench dock`: workers are killed and stopped at random while batches are trained; every row is counted.
+"""The storm of `bench dock`: workers, and the dock's own process, are killed and stopped at random while batches are
+trained; every row is counted.
 
-Run as a program, this file is one worker: it takes groups at one stage, writes their columns, and acknowledges.
+Run as a program, this file is one worker (it takes groups at one stage, writes their columns, and acknowledges), or the
+dock.
 """
 
 from __future__ import annotations
@@ -8,19 +10,23 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from tranship.dock import Batch, Dock, DockClient, StageNeeds, StaleLease
+from tranship.dock.durable import DurableDock
 from tranship.dock.frames import ConnectionLost
 from tranship.dock.service import DockService
+from tranship.dock.shared_folder import default_root, left_by
 from tranship.types import SampleId
 
 STAGES = (
@@ -29,6 +35,7 @@ STAGES = (
     StageNeeds("train", ("prompt", "response", "score")),
 )
 LEASE_S = 2.0
+RECONNECT_S = 30.0
 _GROUP, _BATCH = 4, 16
 _WORKERS = (("rollout", 2), ("score", 2))
 
@@ -40,13 +47,15 @@ def response_of(sample: SampleId) -> np.ndarray:
 
 @dataclass
 class Outcome:
-    """admitted: groups. seen: how often each group was trained on. wrong: rows whose content was not theirs."""
+    """admitted: groups. seen: how often each group was trained on. wrong: rows whose content was not theirs.
+    dock_recovery_s: for each kill of the dock, how long it was until its successor answered."""
 
     admitted: int = 0
     seen: Counter[int] = field(default_factory=Counter)
     wrong: int = 0
     killed: int = 0
     stopped: int = 0
+    dock_recovery_s: list[float] = field(default_factory=list)
 
     @property
     def rows_lost(self) -> int:
@@ -65,27 +74,25 @@ class Storm:
     def __init__(self, folder: Path, seed: int) -> None:
         self._rng = random.Random(seed)
         self._secret = secrets.token_hex(16)
-        self._dock = Dock(
-            STAGES,
-            run_id="bench-storm",
-            batch_groups=_BATCH,
-            staleness=1,
-            lease_s=LEASE_S,
-            slab_bytes=1 << 20,
-            capacity_bytes=256 << 20,
-            shared=True,
-            ordered=False,
-        )
-        address = f"unix:{folder / 'storm'}"
-        self._service = DockService(self._dock, [address], secret=self._secret.encode()).start()
-        self._address = self._service.addresses[0]
+        self._address = f"unix:{folder / 'storm'}"
+        self._run_id = f"bench-storm-{secrets.token_hex(4)}"
         self._log = folder / "storm.log"
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
         self._count = 0
+        self._dock = self._launch(self._run_id, "dock")
+
+    def close(self) -> None:
+        """Kill what is left, and remove what the dock held."""
+        for process in (*self._workers.values(), self._dock):
+            process.kill()
+            process.communicate()
+        left = left_by(self._run_id, default_root())
+        if left is not None:
+            shutil.rmtree(left)
 
     def run(self, seconds: float) -> Outcome:
         """Train batches for so long while workers die, then let what is left finish."""
-        client = DockClient.connect(self._address, self._secret.encode(), "coordinator", wait_s=10.0)
+        client = self._client()
         outcome = Outcome()
         end = time.monotonic() + seconds
         for stage, count in _WORKERS:
@@ -93,26 +100,24 @@ class Storm:
                 self._start(stage)
         next_kill = time.monotonic() + 1.0
         try:
-            while time.monotonic() < end or self._dock.ledger.in_flight:
+            while time.monotonic() < end or client.ledger_counts()["in_flight"]:
                 if time.monotonic() < end:
                     self._admit(client, outcome)
                     if time.monotonic() > next_kill:
-                        self._strike(outcome)
+                        self._strike(client, outcome)
                         next_kill = time.monotonic() + self._rng.uniform(0.1, 0.5)
                 self._train(client, outcome)
-                assert time.monotonic() < end + 60.0, f"the storm is over, and nothing moves: {self._dock.ledger}"
+                assert time.monotonic() < end + 60.0, f"the storm is over, and nothing moves: {client.ledger_counts()}"
+            counts = client.ledger_counts()
         finally:
-            for worker in self._workers.values():
-                worker.kill()
-                worker.wait()
-            self._service.close()
-            self._dock.close()
-        assert self._dock.ledger.trained == len(outcome.seen)
+            self.close()
+        assert counts["admitted"] == outcome.admitted
+        assert counts["trained"] == len(outcome.seen)
         return outcome
 
     def recover(self, stop: bool) -> float:
         """Seconds from the end of a reader that holds a group (SIGKILL; stop: SIGSTOP) until another one has it."""
-        client = DockClient.connect(self._address, self._secret.encode(), "coordinator", wait_s=10.0)
+        client = self._client()
         client.admit([(0, _GROUP, "train", {"prompt": np.full(3, 0)})])
         holder = self._start("hold")
         assert holder.stdout is not None
@@ -121,10 +126,7 @@ class Storm:
         start = time.monotonic()
         batch = client.take("rollout", max_groups=1, version=0, wait_s=LEASE_S + 10.0)
         seconds = time.monotonic() - start
-        holder.kill()
-        holder.wait()
-        self._service.close()
-        self._dock.close()
+        self.close()
         assert batch is not None, "the group of a dead reader never came back"
         return seconds
 
@@ -145,8 +147,16 @@ class Storm:
         outcome.seen.update(client.trained(batch.lease))
         client.advance(client.version + 1)
 
-    def _strike(self, outcome: Outcome) -> None:
-        """Kill a worker, or stop it for longer than a lease (it is woken when its work is somebody else's)."""
+    def _strike(self, client: DockClient, outcome: Outcome) -> None:
+        """Kill a worker or the dock, or stop a worker for good."""
+        if self._rng.random() < 0.15:
+            self._dock.kill()
+            self._dock.communicate()
+            start = time.monotonic()
+            self._dock = self._launch(self._run_id, "dock")
+            client.status()
+            outcome.dock_recovery_s.append(time.monotonic() - start)
+            return
         name = self._rng.choice(list(self._workers))
         stage = name.split("-")[0]
         if self._rng.random() < 0.2:
@@ -160,16 +170,44 @@ class Storm:
             outcome.killed += 1
         self._start(stage)
 
+    def _client(self) -> DockClient:
+        secret = self._secret.encode()
+        return DockClient.connect(self._address, secret, "coordinator", wait_s=10.0, reconnect_s=RECONNECT_S)
+
     def _start(self, stage: str) -> subprocess.Popen[bytes]:
         self._count += 1
         name = f"{stage}-{self._count}"
+        self._workers[name] = self._launch(name, stage)
+        return self._workers[name]
+
+    def _launch(self, name: str, stage: str) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             command = [sys.executable, "-m", "tranship.bench.dock_storm", self._address, self._secret, name, stage]
-            worker = subprocess.Popen(
+            return subprocess.Popen(
                 command, stderr=log, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
             )
-        self._workers[name] = worker
-        return worker
+
+
+def serve(address: str, secret: str, run_id: str) -> None:
+    """A durable dock that goes on where a killed one was, for ever."""
+
+    def make_dock(clock: Callable[[], float], adopt: Path | None) -> Dock:
+        return Dock(
+            STAGES,
+            run_id=run_id,
+            batch_groups=_BATCH,
+            staleness=1,
+            lease_s=LEASE_S,
+            slab_bytes=1 << 20,
+            capacity_bytes=256 << 20,
+            shared=True,
+            ordered=False,
+            clock=clock,
+            adopt=adopt,
+        )
+
+    durable = DurableDock(make_dock, left_by(run_id, default_root()))
+    DockService(durable, [address], secret=secret.encode()).run()
 
 
 def work(client: DockClient, stage: str) -> None:
@@ -195,8 +233,10 @@ def _columns_of(batch: Batch, stage: str) -> dict[str, list[np.ndarray]]:
 
 
 def main(address: str, secret: str, name: str, stage: str) -> None:
-    """A worker until the dock is gone; "hold": take a group, say so, and never do anything with it."""
-    client = DockClient.connect(address, secret.encode(), name, wait_s=10.0)
+    """A worker until the dock is gone; "hold": take a group, say so, and do nothing with it; "dock": the dock."""
+    if stage == "dock":
+        serve(address, secret, name)
+    client = DockClient.connect(address, secret.encode(), name, wait_s=10.0, reconnect_s=RECONNECT_S)
     if stage == "hold":
         batch = client.take("rollout", max_groups=1, version=0, wait_s=10.0)
         print("holding" if batch is not None else "nothing", flush=True)

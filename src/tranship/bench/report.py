@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tranship.observe.machine import machine, versions
 
@@ -71,7 +71,16 @@ class Report:
 
     def print(self, terminal: Console) -> None:
         """The table: a line per figure with median, range and bar."""
-        table = Table("figure", "median", "min", "max", "rounds", "bar", title=self.title, title_justify="left")
+        table = Table(
+            Column("figure", no_wrap=True),
+            "median",
+            "min",
+            "max",
+            "rounds",
+            "bar",
+            title=self.title,
+            title_justify="left",
+        )
         for name, rounds in self.rounds.items():
             median = statistics.median(rounds)
             table.add_row(name, *map(_digits, (median, min(rounds), max(rounds))), str(len(rounds)), self._bar(name))

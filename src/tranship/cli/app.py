@@ -13,6 +13,7 @@ import typer
 from typer.exceptions import TyperException
 
 from tranship.cli.evaluate import evaluate
+from tranship.cli.ledger import ledger
 from tranship.cli.models import models
 from tranship.cli.show import shown
 from tranship.cli.threads import let_idle_threads_sleep
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(models, name="model")
 app.command("eval")(evaluate)
+app.command("ledger")(ledger)
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.", show_default=False)]
 Overrides = Annotated[

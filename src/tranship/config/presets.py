@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 Flow = Literal["policy", "ppo", "dpo", "sft"]
 
 
@@ -79,6 +81,8 @@ def _merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     merged = {**defaults, **values}
     for key, default in defaults.items():
         given = values.get(key)
+        if isinstance(given, BaseModel):
+            given = {name: getattr(given, name) for name in given.model_fields_set}
         if isinstance(default, Mapping) and isinstance(given, Mapping) and key != "advantage_args":
             merged[key] = {**default, **given}
     return merged

@@ -101,6 +101,9 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[int, ...] = Field(
         default=(), description="Ends of a response besides the model's own end-of-text ids."
     )
+    stop_strings: tuple[str, ...] = Field(
+        default=(), description="A response also ends with the token that completes one of these; nothing is cut off."
+    )
     ignore_eos: bool = Field(default=False, description="Let every response run to the cap (benchmarks).")
     dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="The precision of the sampler's weights and cache."
@@ -464,6 +467,11 @@ class Config(Section):
         return {"dpo": 2, "sft": 1}.get(self.algorithm.flow, self.rollout.group_size)
 
     @property
+    def train_temperature(self) -> float:
+        """What the trainer divides logits by: the samplers' temperature (0 counts as 1); 1 for recorded responses."""
+        return 1.0 if self.algorithm.flow in ("dpo", "sft") else self.rollout.temperature or 1.0
+
+    @property
     def groups_per_step(self) -> int:
         """Prompts of one batch."""
         return self.train.batch_size // self.group_size
@@ -509,6 +517,11 @@ class Config(Section):
                 f"placement.num_samplers {self.placement.num_samplers} needs placement.layout=split: "
                 "in the fused layout the one group trains and generates"
             )
+        if self.dock.capacity_bytes < 2 * self.dock.slab_bytes:
+            raise ValueError(
+                f"dock.capacity_bytes {self.dock.capacity_bytes} has no room for two slabs of dock.slab_bytes "
+                f"{self.dock.slab_bytes}: raise it, or use smaller slabs"
+            )
         if self.reward.model.placement == "own" and self.placement.runtime == "inline":
             raise ValueError(
                 "reward.model.placement=own needs processes of its own: use placement.runtime=ray, or placement=shared"
@@ -524,7 +537,33 @@ class Config(Section):
                 f"train.optimizer.min_learning_rate {optimizer.min_learning_rate} is above "
                 f"learning_rate {optimizer.learning_rate}"
             )
+        self._check_learnable()
         return self
+
+    def _check_learnable(self) -> None:
+        """Refuse what leaves the weights as they are, whatever the data."""
+        algorithm, steps = self.algorithm, self.train.steps
+        compares = algorithm.flow == "policy" and algorithm.advantage in ("grpo", "rloo")
+        if compares and self.group_size == 1:
+            raise ValueError(
+                f"algorithm.name {algorithm.name} compares the samples of a prompt, and rollout.group_size is 1: use "
+                "group_size=8, or an algorithm without a baseline (reinforce, reinforce_pp, ppo)"
+            )
+        if algorithm.flow == "ppo" and algorithm.critic.warmup_steps >= steps:
+            raise ValueError(
+                f"algorithm.critic.warmup_steps {algorithm.critic.warmup_steps} leaves no step for the policy "
+                f"(train.steps {steps}): use fewer"
+            )
+        for key, value in (("train", self.train.optimizer), ("algorithm.critic", algorithm.critic.optimizer)):
+            if not all(0 <= beta < 1 for beta in value.betas):
+                raise ValueError(f"{key}.optimizer.betas {list(value.betas)} must be at least 0 and below 1")
+            if value.warmup_steps > steps:
+                raise ValueError(f"{key}.optimizer.warmup_steps {value.warmup_steps} is more than train.steps {steps}")
+        if any(token < 0 for token in self.rollout.stop_token_ids):
+            raise ValueError(f"rollout.stop_token_ids {list(self.rollout.stop_token_ids)} must be token ids, from 0 on")
+        late = [step for step in self.observe.profile_steps if not 1 <= step <= steps]
+        if late:
+            raise ValueError(f"observe.profile_steps {late[0]} is no step of this run: they count from 1 to {steps}")
 
     def _check_switched_off(self) -> None:
         """Refuse settings of something that is not there: they would be accepted and ignored."""
@@ -546,6 +585,17 @@ class Config(Section):
                 "reward.overlong.cache_tokens",
                 self.reward.overlong.cache_tokens > cap,
                 f"it is above rollout.max_response_tokens {cap}: use a smaller one",
+            ),
+            (
+                "algorithm.max_refills",
+                not self.algorithm.dynamic_sampling
+                and self.algorithm.max_refills != AlgorithmConfig.model_fields["max_refills"].default,
+                "set algorithm.dynamic_sampling=true, or leave it out",
+            ),
+            (
+                "dock.on_stale=discard",
+                self.dock.on_stale == "discard" and not self.dock.staleness,
+                "with a bound of 0 nothing can be too old; set dock.staleness, or leave it out",
             ),
             (
                 "reward.overlong.factor",

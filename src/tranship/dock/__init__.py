@@ -2,17 +2,21 @@
 
 Payload lies in slabs (`warehouse`, `slab`, `block`), state in a controller per stage (`controller`), the bound on
 staleness in `policy` and `window`, and what became of each group in `ledger`. `Dock` is the process that decides;
-`DockClient` is what a stage holds.
+`DockClient` is what a stage holds. Other processes reach a dock through `service` (`wire`, `frames`, `link`), its
+payload from other nodes through `runs` and `remote`; `durable` and `journal` let it outlive its process.
 """
 
 from tranship.dock.batch import Batch, GroupView
-from tranship.dock.block import Block, pack
+from tranship.dock.block import Block, Ragged, pack
+from tranship.dock.buffers import Buffers
 from tranship.dock.client import DockClient
 from tranship.dock.dock import Dock
 from tranship.dock.errors import DockFull, StaleLease, StaleSlab
 from tranship.dock.ledger import Ledger
+from tranship.dock.link import DockProxy
 from tranship.dock.messages import Admission, BlockRef, Publish, StageNeeds, Status, Take
 from tranship.dock.policy import feasible
+from tranship.dock.served import ServedDock
 from tranship.dock.values import Bfloat16
 from tranship.dock.warehouse import Warehouse
 
@@ -22,12 +26,16 @@ __all__ = [
     "Bfloat16",
     "Block",
     "BlockRef",
+    "Buffers",
     "Dock",
     "DockClient",
     "DockFull",
+    "DockProxy",
     "GroupView",
     "Ledger",
     "Publish",
+    "Ragged",
+    "ServedDock",
     "StageNeeds",
     "StaleLease",
     "StaleSlab",

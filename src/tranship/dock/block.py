@@ -81,38 +81,30 @@ class PackedBlock:
         """Write the block at the start of `buffer` (writable, at least nbytes long). Each value is copied once."""
         buffer = buffer[: self.nbytes]
         assert len(buffer) == self.nbytes, f"a block of {self.nbytes} bytes into a buffer of {len(buffer)}"
-        flags = _HAS_CHECKSUM if checksum else 0
-        head = (_MAGIC, 1, flags, len(self._parts), len(self._ids), self._directory_bytes, self.nbytes, generation)
-        at = ALIGNMENT
-        buffer[:at] = _HEADER.pack(*head, 0).ljust(ALIGNMENT, b"\0")
+        buffer[: self.head_bytes] = self._head(generation, _HAS_CHECKSUM if checksum else 0)
         for part in self._parts:
-            _COLUMN.pack_into(
-                buffer,
-                at,
-                len(part.name),
-                part.kind,
-                part.dtype,
-                part.ndim,
-                part.lengths_at,
-                part.values_at,
-                part.nbytes,
-            )
-            at += _COLUMN.size
-            buffer[at : at + len(part.name)] = part.name
-            at += len(part.name)
-        buffer[at : self._ids_at] = bytes(self._ids_at - at)
-        _fill(buffer, self._ids_at, self._ids)
-        for part in self._parts:
-            _fill(buffer, part.lengths_at, part.lengths)
-            part.write(buffer[part.values_at : part.values_at + part.nbytes])
             end = part.values_at + part.nbytes
+            part.write(buffer[part.values_at : end])
             buffer[end : align(end)] = bytes(align(end) - end)
         if checksum:
             struct.pack_into("<Q", buffer, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(buffer[ALIGNMENT:]))
 
+    def _head(self, generation: int, flags: int) -> bytes:
+        """Everything before the values."""
+        counts = (len(self._parts), len(self._ids), self._directory_bytes, self.nbytes, generation)
+        pieces = [_HEADER.pack(_MAGIC, 1, flags, *counts, 0).ljust(ALIGNMENT, b"\0")]
+        for part in self._parts:
+            places = (part.lengths_at, part.values_at, part.nbytes)
+            pieces += (_COLUMN.pack(len(part.name), part.kind, part.dtype, part.ndim, *places), part.name)
+        pieces.append(bytes(self._ids_at - ALIGNMENT - self._directory_bytes))
+        for array in (self._ids, *(part.lengths for part in self._parts)):
+            pieces += (array.tobytes(), bytes(align(array.nbytes) - array.nbytes))
+        return b"".join(pieces)
 
-def pack(rows: Sequence[SampleId], columns: Mapping[str, Sequence[Any]]) -> PackedBlock:
-    """The block of some rows. ValueError if a column has another number of values, or a value cannot be carried."""
+
+def pack(rows: Sequence[SampleId], columns: Mapping[str, Sequence[Any] | Ragged]) -> PackedBlock:
+    """The block of some rows. A column is a sequence of one value per row, one array whose rows are the values, or a
+    Ragged, which is the fastest. ValueError if a column has another number of values, or a value cannot be carried."""
     ids = np.fromiter(chain.from_iterable(rows), "<i8", 3 * len(rows)).reshape(len(rows), 3)
     if len({row[:2] for row in rows}) != len(rows):
         raise ValueError(f"a row stands twice in a block: {list(rows)[:8]}")
@@ -127,9 +119,11 @@ def pack(rows: Sequence[SampleId], columns: Mapping[str, Sequence[Any]]) -> Pack
     return PackedBlock(ids, parts)
 
 
-def _pack_column(name: bytes, values: Sequence[Any]) -> _Part:
+def _pack_column(name: bytes, values: Sequence[Any] | Ragged) -> _Part:
     if len(name) >= 1 << 16:
         raise ValueError("the name is too long")
+    if isinstance(values, Ragged):
+        return _pack_ragged(name, values)
     if isinstance(values, np.ndarray) and values.ndim > 1 and code_of(values.dtype) is not None:
         return _pack_even(name, values)
     raw = _as_raw(values)
@@ -142,7 +136,7 @@ def _pack_column(name: bytes, values: Sequence[Any]) -> _Part:
     ndim = arrays[0].ndim
     if ndim == 1:
         lengths = np.fromiter(map(len, arrays), "<i8", len(arrays)).reshape(len(arrays), 1)
-        count, flat = int(lengths.sum()), arrays
+        count, flat = len(arrays[0]) if len(arrays) == 1 else int(lengths.sum()), arrays
     else:
         lengths = np.array([array.shape for array in arrays], dtype="<i8").reshape(len(arrays), ndim)
         count, flat = sum(array.size for array in arrays), [array.reshape(-1) for array in arrays]
@@ -166,6 +160,21 @@ def _pack_even(name: bytes, values: np.ndarray) -> _Part:
     return _Part(name, _RAW, code, values.ndim - 1, lengths, values.size * dtype_of(code).itemsize, write)
 
 
+def _pack_ragged(name: bytes, values: Ragged) -> _Part:
+    """A column whose values lie one behind the other already."""
+    code = BFLOAT16 if values.is_bfloat16 else code_of(values.values.dtype)
+    sizes = np.prod(values.shapes, axis=1, dtype=np.int64)
+    is_whole = values.values.ndim == 1 and int(values.ends[0]) == 0 and int(values.ends[-1]) == len(values.values)
+    if code is None or not is_whole or not np.array_equal(np.diff(values.ends), sizes):
+        raise ValueError(f"rows of {len(values.values)} items of {values.values.dtype} do not follow each other")
+
+    def write(out: memoryview) -> None:
+        np.copyto(np.frombuffer(out, dtype_of(code)), values.values, casting="equiv")
+
+    lengths = values.shapes.astype("<i8", copy=False)
+    return _Part(name, _RAW, code, lengths.shape[1], lengths, values.values.size * dtype_of(code).itemsize, write)
+
+
 def _as_raw(values: Sequence[Any]) -> tuple[int, list[np.ndarray]] | None:
     """The dtype code and the arrays, if the values are arrays of one dtype and number of dimensions."""
     if not len(values):
@@ -181,12 +190,6 @@ def _as_raw(values: Sequence[Any]) -> tuple[int, list[np.ndarray]] | None:
     if any(code_of(dtype) != code_of(first.dtype) for dtype in {array.dtype for array in arrays}):
         return None
     return code, arrays
-
-
-def _fill(buffer: memoryview, at: int, array: np.ndarray) -> None:
-    end = at + array.nbytes
-    np.frombuffer(buffer[at:end], array.dtype)[:] = array.reshape(-1)
-    buffer[end : align(end)] = bytes(align(end) - end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -427,6 +430,8 @@ def check_bools(name: str, values: memoryview) -> None:
 
 def _ends(name: str, sizes: np.ndarray, nbytes: int, itemsize: int) -> np.ndarray:
     """int64 [N + 1]: where each value starts, and where the last one ends, in items. Checks that they fill nbytes."""
+    if len(sizes) == 1 and 0 <= (size := int(sizes[0])) * itemsize == nbytes:
+        return np.array([0, size], np.int64)
     if sizes.size and (int(sizes.min()) < 0 or int(sizes.max()) > nbytes):
         raise ValueError(f"malformed block: column {name!r} has a value longer than the column")
     ends = np.zeros(len(sizes) + 1, dtype=np.int64)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tranship.dock.batch import Batch
-from tranship.dock.block import pack
+from tranship.dock.block import Ragged, pack
 from tranship.dock.errors import StaleLease, StaleSlab
 from tranship.dock.frames import node_of
 from tranship.dock.group import OWN
@@ -15,7 +15,7 @@ from tranship.dock.messages import Admission, Answer, BlockRef, Kind, Publish, S
 from tranship.dock.reader import BlockReader, LocalReader
 from tranship.dock.remote import RemoteReader
 from tranship.dock.writer import BlockWriter
-from tranship.types import RunError, SampleId, UserError
+from tranship.types import SampleId, UserError
 
 
 class DockClient:
@@ -25,8 +25,8 @@ class DockClient:
     owner: this client's name, its own in the run: leases and slabs are counted on it. wait_s: how long a put waits for
     room (where all is in one process it does not wait, since nobody else could make room). seen_seq: a `seq` of the
     dock that is known here without a message; by default the dock is asked. can_park: `call` also takes `wait_s`, and
-    the dock then answers when it has something to give (see DockService). reader: how the payload is read (None: on
-    this node); a client that reads over the network cannot put.
+    the dock then answers when it has something to give (see DockService). remote: how the payload is reached where it
+    is on another node (None: it is on this one).
     """
 
     def __init__(
@@ -37,34 +37,45 @@ class DockClient:
         wait_s: float,
         seen_seq: Callable[[], int] | None = None,
         can_park: bool = False,
-        reader: BlockReader | None = None,
+        remote: RemoteReader | None = None,
     ) -> None:
         self._call = call
         self._owner = owner
         self._seen_seq = seen_seq
         self._can_park = can_park
-        self._writer: BlockWriter | None = None
-        if reader is None:
-            reader = LocalReader(call)
-            wait_s = wait_s if reader.is_shared else 0.0
+        self._reader: BlockReader
+        if remote is None:
+            self._reader = local = LocalReader(call)
+            wait_s = wait_s if local.is_shared else 0.0
             self._writer = BlockWriter(call, owner, wait_s=wait_s, can_park=can_park)
-        self._reader: BlockReader = reader
+        else:
+            self._reader = remote
+            self._writer = BlockWriter(call, owner, wait_s=wait_s, can_park=can_park, send=remote.write)
         self._empty: dict[str, dict[tuple[Kind, ...], tuple[int | None, Answer]]] = {}
 
     @classmethod
-    def connect(cls, address: str, secret: bytes, owner: str, *, wait_s: float, node: str | None = None) -> DockClient:
+    def connect(
+        cls,
+        address: str,
+        secret: bytes,
+        owner: str,
+        *,
+        wait_s: float,
+        node: str | None = None,
+        reconnect_s: float = 0.0,
+    ) -> DockClient:
         """A client of a dock that a DockService hosts; the payload is mapped if it is on this node, else fetched.
 
-        node: where this client is (None: here, see frames.node_of). Raises ConnectionLost, and UserError if the payload
-        is on another node whose dock serves none.
+        node: where this client is (None: here, see frames.node_of). reconnect_s: see DockLink. Raises ConnectionLost,
+        and UserError if the payload is on another node whose dock serves none.
         """
-        link = DockLink(address, secret, owner)
+        link = DockLink(address, secret, owner, reconnect_s=reconnect_s)
         place = link.place
         if place.folder is not None and place.node == (node or node_of(place.folder)):
             return cls(link.call, owner, wait_s=wait_s, can_park=True)
         if place.runs is None:
             raise UserError(f"the payload of the dock at {address} is on another node ({place.node}), and not served")
-        return cls(link.call, owner, wait_s=wait_s, can_park=True, reader=RemoteReader(place.runs, secret))
+        return cls(link.call, owner, wait_s=wait_s, can_park=True, remote=RemoteReader(place.runs, secret))
 
     # Rows go in
 
@@ -92,11 +103,11 @@ class DockClient:
     def put(
         self,
         rows: Sequence[SampleId],
-        columns: Mapping[str, Sequence[Any]],
+        columns: Mapping[str, Sequence[Any] | Ragged],
         lease: int | None = None,
         sampled_version: int | None = None,
     ) -> None:
-        """Columns of rows, one value per row, copied once into shared memory; one message.
+        """Columns of rows, one value per row (see block.pack), copied once into shared memory; one message.
 
         lease: under which the rows were taken. sampled_version: the oldest policy version of any token, from a stage
         that samples. Raises StaleLease (the work is nobody's: forget it), ValueError for values that cannot be carried,
@@ -235,8 +246,7 @@ class DockClient:
     def close(self) -> None:
         """Forget the mappings of this process; the dock stays."""
         self._reader.close()
-        if self._writer is not None:
-            self._writer.forget()
+        self._writer.forget()
 
     # Inside
 
@@ -268,25 +278,23 @@ class DockClient:
     def _put(
         self,
         rows: Sequence[SampleId],
-        columns: Mapping[str, Sequence[Any]],
+        columns: Mapping[str, Sequence[Any] | Ragged],
         message: Callable[[BlockRef], tuple[str, Any]],
     ) -> None:
         """Write a block and tell the dock; once more in a new slab if this one was taken away meanwhile."""
-        writer = self._writer
-        if writer is None:
-            raise RunError(f"{self._owner} reads the dock from another node: rows are put where the dock's payload is")
         block = pack(rows, columns)
         for attempt in (1, 2):
-            ref = writer.write(block)
-            method, argument = message(ref)
             try:
-                self._call(method, argument)
+                ref = self._writer.write(block)
+                method, argument = message(ref)
+                try:
+                    self._call(method, argument)
+                except (StaleLease, ValueError):
+                    self._writer.take_back(ref)
+                    raise
             except StaleSlab:
-                writer.forget()
+                self._writer.forget()
                 if attempt == 2:
                     raise
-            except (StaleLease, ValueError):
-                writer.take_back(ref)
-                raise
             else:
                 return

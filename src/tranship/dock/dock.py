@@ -46,7 +46,7 @@ class Dock:
     discarded (always so at K = 0). refill: a dropped group gives its place in a batch up, and another one may be
     admitted for it; an ordered batch is then the first batch_groups ids that were not dropped. lease_s: how long a
     reader may be silent (its lease ends when a message of anybody else finds it overdue). slab_bytes, capacity_bytes,
-    shared, root: see Warehouse. clock: seconds.
+    shared, root, adopt, prefault: see Warehouse. clock: seconds.
 
     seq goes up with every change that could unblock someone. version is that of the batch that is trained on next.
     """
@@ -67,13 +67,17 @@ class Dock:
         refill: bool = False,
         clock: Callable[[], float] = time.monotonic,
         root: Path | None = None,
+        adopt: Path | None = None,
+        prefault: int = 0,
     ) -> None:
         if batch_groups < 1 or staleness < 0 or lease_s <= 0:
             raise ValueError(f"batch_groups {batch_groups}, staleness {staleness}, lease_s {lease_s}: out of range")
         self.seq = 0
-        self._warehouse = Warehouse(run_id, slab_bytes, capacity_bytes, shared, root=root)
+        self.warehouse = Warehouse(
+            run_id, slab_bytes, capacity_bytes, shared, root=root, adopt=adopt, prefault=prefault
+        )
         self._flow = Flow(
-            GroupTable(stages, self._warehouse),
+            GroupTable(stages, self.warehouse),
             LeaseTable(lease_s),
             Window(batch_groups, staleness, ordered or staleness == 0, refill),
             clock,
@@ -98,6 +102,10 @@ class Dock:
         window = self._flow.window
         return Status(self.seq, self.version, window.num_admissible, window.newest_version, window.num_unconsumed)
 
+    def changed(self, since: int) -> int | None:
+        """The current seq if it is larger than `since`, else None: what a service can let a watcher wait for."""
+        return self.seq if self.seq > since else None
+
     def num_admissible(self) -> int:
         """How many training groups may be admitted now: (staleness + 1) * batch_groups less those not consumed yet."""
         return self._flow.window.num_admissible
@@ -109,7 +117,7 @@ class Dock:
         self._expire()
         check_admissions(groups, self._flow.table, self.ledger, self.num_admissible())
         for admission in groups:
-            self._warehouse.check_block(admission.block)
+            self.warehouse.check_block(admission.block)
         for admission in groups:
             remembered = self._attempts.pop(admission.group_id, 0)
             self._flow.admit(admission, remembered if admission.attempt is None else admission.attempt)
@@ -126,7 +134,7 @@ class Dock:
         lease = None if publish.lease is None else self._flow.lease(publish.lease)
         table = self._flow.table
         whole, rows = rows_to_publish(publish.rows, publish.columns, lease, table)
-        self._warehouse.check_block(publish.block, publish.owner)
+        self.warehouse.check_block(publish.block, publish.owner)
         new = [(row, group, table.missing(row, group, publish.columns)) for row, group in rows]
         new = [(row, group, columns) for row, group, columns in new if columns]
         if publish.sampled_version is not None or lease is not None:
@@ -355,7 +363,7 @@ class Dock:
         self._expire()
         for lease in self._flow.leases.of_reader(reader):
             self._flow.put_back(lease)
-        self._warehouse.seal(reader)
+        self.warehouse.seal(reader)
         self._changed()
 
     def ask(self, method: str, *args: Any, done: Sequence[int] = (), **kwargs: Any) -> Answer:
@@ -401,26 +409,54 @@ class Dock:
 
     def close(self) -> None:
         """Remove the payload. A second call does nothing."""
-        self._warehouse.close()
+        self.warehouse.close()
 
     # Payload
 
     def lease_slab(self, owner: str, min_bytes: int, giving_up: int | None = None) -> SlabLease | None:
         """A slab to write into; see Warehouse."""
         self._expire()
-        return self._warehouse.lease_slab(owner, min_bytes, giving_up)
+        return self.warehouse.lease_slab(owner, min_bytes, giving_up)
 
     def payload_folder(self) -> str | None:
         """Where slabs can be mapped; None if they are memory of this process."""
-        return self._warehouse.folder
+        return self.warehouse.folder
 
     def map_slab(self, slab: int) -> memoryview:
         """The memory of a slab of this process; only for callers in it."""
-        return self._warehouse.memory(slab)
+        return self.warehouse.memory(slab)
 
     def memory_use(self) -> MemoryUse:
         """How full the payload's memory is."""
-        return self._warehouse.use()
+        return self.warehouse.use()
+
+    # For a successor of a killed process
+
+    def expire_now(self) -> None:
+        """End the leases whose time is over."""
+        self._expire()
+
+    def renew_all(self) -> None:
+        """All leases last for their full time from now on: nobody could say anything while no dock was there."""
+        self._flow.renew_all()
+
+    def base(self) -> dict[str, Any] | None:
+        """Everything as plain values, for `restore_base`; None unless no group is here and no batch is under way."""
+        window = self._flow.window
+        idle = not len(self._flow.table) and not len(self._flow.leases) and not self._attempts
+        if not idle or window.state != "open" or window.num_unconsumed:
+            return None
+        slabs = self.warehouse.snapshot()
+        if slabs is None:
+            return None
+        return {"snapshot": self.snapshot(), "seq": self.seq, "lease": self._flow.leases.next_id, "slabs": slabs}
+
+    def restore_base(self, base: dict[str, Any]) -> None:
+        """Go on from a base, before anything else."""
+        self.restore(base["snapshot"])
+        self.warehouse.restore(base["slabs"])
+        self._flow.leases.next_id = base["lease"]
+        self.seq = base["seq"]
 
     def next_deadline(self) -> float | None:
         """When the next lease is over if nobody speaks, by the dock's clock; None if there is no lease."""

@@ -127,6 +127,10 @@ class Flow:
             self.put_back(lease)
         return bool(overdue)
 
+    def renew_all(self) -> None:
+        """All leases last for their full time from now on."""
+        self.leases.renew_all(self._clock())
+
     def put_back(self, lease: Lease) -> None:
         """The rows of a lease are ready again. What was started under it, and not published, counts as not started."""
         self.table.controllers[lease.stage].put_back(lease.keys)

@@ -19,6 +19,7 @@ from tranship.types import RunError, UserError
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME = 64 << 20
+_TIMEVAL = struct.Struct("@ll")
 NONCE_BYTES = 32
 PROOF_BYTES = NONCE_BYTES + hashlib.sha256().digest_size
 MIN_SECRET_BYTES = 16
@@ -83,10 +84,14 @@ def connect(address: str, secret: bytes, limit_s: float) -> socket.socket:
     kind, where = _parse(address)
     stream = socket.socket(socket.AF_UNIX if kind == _UNIX else _family(where), socket.SOCK_STREAM)
     try:
-        stream.settimeout(limit_s)
+        if kind == _UNIX:
+            # A limit that leaves the socket blocking: else a full backlog is an error at once, not a wait.
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(limit_s), 0))
+        else:
+            stream.settimeout(limit_s)
         stream.connect(where)
-        if kind == _TCP:
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.settimeout(limit_s)
+        tune(stream)
         server_nonce = receive(stream, NONCE_BYTES)
         client_nonce = secrets.token_bytes(NONCE_BYTES)
         stream.sendall(client_nonce + proof(secret, b"client", server_nonce, client_nonce))
@@ -99,6 +104,17 @@ def connect(address: str, secret: bytes, limit_s: float) -> socket.socket:
             raise
         raise ConnectionLost(f"no connection to the dock at {address}: {error}") from error
     return stream
+
+
+def tune(stream: socket.socket) -> None:
+    """Of a TCP connection: send at once, and find out within half a minute that the other end's machine is gone."""
+    if stream.family == socket.AF_UNIX:
+        return
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def receive(stream: socket.socket, count: int) -> bytes:

@@ -40,7 +40,7 @@ class LeaseTable:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._leases: OrderedDict[int, Lease] = OrderedDict()
-        self._next = 1
+        self.next_id = 1
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -50,8 +50,8 @@ class LeaseTable:
         pinned = list({group.group_id: group for group in keys.values()}.values())
         for group in pinned:
             group.pins += 1
-        lease = Lease(self._next, stage, reader, keys, pinned, now + self._lease_s)
-        self._next += 1
+        lease = Lease(self.next_id, stage, reader, keys, pinned, now + self._lease_s)
+        self.next_id += 1
         self._leases[lease.id] = lease
         return lease
 
@@ -70,6 +70,11 @@ class LeaseTable:
         """The lease lasts for its full time from now on."""
         lease.deadline = now + self._lease_s
         self._leases.move_to_end(lease.id)
+
+    def renew_all(self, now: float) -> None:
+        """All leases last for their full time from now on."""
+        for lease in self._leases.values():
+            lease.deadline = now + self._lease_s
 
     def close(self, lease: Lease) -> list[Group]:
         """The lease is over; returns the groups that have left the dock and that nobody looks at any more."""

@@ -1,4 +1,5 @@
-"""The payload for a reader on another node: runs of slabs are received straight into kept memory (see `runs`)."""
+"""The payload for a client on another node: runs of slabs are received straight into kept memory, blocks are sent
+straight into slabs (see `runs`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tranship.dock.errors import StaleSlab
 from tranship.dock.frames import ConnectionLost, connect, receive_into
 from tranship.dock.messages import BlockRef
 from tranship.dock.reader import Run
-from tranship.dock.runs import COUNT, GOOD, MAX_RUNS, RUN, SLAB, SOCKET_BYTES
+from tranship.dock.runs import COUNT, GOOD, MAX_RUNS, PUT, RUN, SLAB, SOCKET_BYTES
 
 _CONNECT_S, _ANSWER_S = 10.0, 60.0
 _BLOCKS_KEPT = 256
@@ -31,7 +32,7 @@ class _Fetched:
 
 
 class RemoteReader:
-    """Reads the payload of another node through its RunServer, straight into kept memory. ConnectionLost if it is gone.
+    """Reads, and writes, the payload of another node through its RunServer. ConnectionLost if that is gone.
 
     Of blocks that nobody holds, the last 256 are kept.
     """
@@ -92,6 +93,13 @@ class RemoteReader:
                 self._kept.pop(ref, None)
             raise
 
+    def write(self, ref: BlockRef, block: memoryview) -> None:
+        """Send a block to its place. StaleSlab if its slab has been recycled or taken away."""
+        assert len(block) == ref.nbytes, (len(block), ref)
+        run = RUN.pack(ref.slab, ref.generation, ref.offset, ref.nbytes)
+        self._ask(COUNT.pack(*PUT) + run, [ref])
+        self._ask(block, [ref])
+
     def close(self) -> None:
         """End the connection and forget the blocks."""
         self._kept.clear()
@@ -128,7 +136,7 @@ class RemoteReader:
         if slabs:
             self._ask(COUNT.pack(0, len(slabs)) + b"".join(SLAB.pack(*slab) for slab in slabs), refs)
 
-    def _ask(self, request: bytes, refs: Sequence[BlockRef]) -> None:
+    def _ask(self, request: bytes | memoryview, refs: Sequence[BlockRef]) -> None:
         answer = bytearray(1)
         try:
             self._stream.sendall(request)

@@ -1,12 +1,15 @@
-"""Payload for readers on other nodes: a server that sends runs of slabs with sendfile (`remote` is its reader).
+"""Payload for other nodes: a server that sends runs of slabs with sendfile, and receives blocks (`remote`: its client).
 
     request   count, then per run: slab, generation, offset, number of bytes
     answer    one byte per request: good or stale; if good, the bytes of all runs, one behind the other
     request   count 0, a number of slabs, then per slab: slab, generation ("are these still what they were?")
     answer    one byte: good or stale
+    request   PUT, then a run to be written; once it is good, its bytes
+    answer    one byte before the bytes, and one after them: good or stale
 
 A reader asks the second question after the bytes have come: a slab's generation goes up before anybody writes into it
-again, so bytes that were overwritten on their way are never handed on. Runs and lengths are limited and checked against
+again, so bytes that were overwritten on their way are never handed on. A slab that was taken from its owner is never
+given to another one, so what a late writer still sends reaches nobody. Runs and lengths are limited and checked against
 the file before anything is sent; only files of the folder are opened, by number.
 """
 
@@ -34,9 +37,11 @@ from tranship.dock.frames import (
     proof,
     proves,
     receive,
+    receive_into,
     shut,
+    tune,
 )
-from tranship.dock.slab import PAYLOAD_AT, check_generation, slab_path
+from tranship.dock.slab import PAYLOAD_AT, check_generation, map_file, slab_path
 
 _log = logging.getLogger(__name__)
 COUNT = struct.Struct("<II")
@@ -44,9 +49,12 @@ RUN = struct.Struct("<QQQQ")
 SLAB = struct.Struct("<QQ")
 GOOD, STALE = b"\x01", b"\x00"
 MAX_RUNS = 1 << 16
+PUT = (0xFFFFFFFF, 1)
 MAX_BYTES = 1 << 36
 _GREETING_S = 10.0
+_MAX_READERS = 512
 _FILES_KEPT = 128
+_MAPPED_KEPT = 16
 SOCKET_BYTES = 4 << 20
 
 
@@ -94,6 +102,9 @@ class RunServer:
                 if self._closed:
                     stream.close()
                     return
+                if len(self._streams) >= _MAX_READERS:
+                    stream.close()
+                    continue
                 self._streams.add(stream)
             threading.Thread(target=self._serve, args=(stream,), name="dock-runs", daemon=True).start()
 
@@ -124,13 +135,15 @@ class RunServer:
         if not proves(receive(stream, 32), self._secret, b"client", nonce, client_nonce):
             return False
         stream.sendall(proof(self._secret, b"server", nonce, client_nonce))
-        if stream.family != socket.AF_UNIX:
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(stream)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         return True
 
     def _answer(self, stream: socket.socket, files: _Files) -> None:
         num_runs, num_slabs = COUNT.unpack(receive(stream, COUNT.size))
+        if (num_runs, num_slabs) == PUT:
+            self._store(stream, files)
+            return
         if num_runs > MAX_RUNS or num_slabs > MAX_RUNS or bool(num_runs) == bool(num_slabs):
             raise ValueError(f"malformed message: {num_runs} runs and {num_slabs} slabs")
         if num_slabs:
@@ -155,6 +168,21 @@ class RunServer:
                     raise ConnectionLost("the slab's file ended")
                 at += sent
 
+    @staticmethod
+    def _store(stream: socket.socket, files: _Files) -> None:
+        """Receive a block straight into its slab."""
+        run = _Wanted(*RUN.unpack(receive(stream, RUN.size)))
+        slab = (run.slab, run.generation)
+        if not files.are([slab]):
+            stream.sendall(STALE)
+            return
+        if run.offset < PAYLOAD_AT or run.offset + run.nbytes > files.size(run.slab):
+            raise ValueError(f"malformed message: {run} does not lie in its slab")
+        memory = files.writable(run.slab)
+        stream.sendall(GOOD)
+        receive_into(stream, memory[run.offset : run.offset + run.nbytes])
+        stream.sendall(GOOD if files.are([slab]) else STALE)
+
 
 class _Files:
     """Open slabs of a folder."""
@@ -162,6 +190,7 @@ class _Files:
     def __init__(self, folder: str | Path) -> None:
         self._folder = folder
         self._open: OrderedDict[int, int] = OrderedDict()
+        self._writable: OrderedDict[int, memoryview] = OrderedDict()
 
     def descriptor(self, slab: int) -> int:
         """An open file. FileNotFoundError if it is gone."""
@@ -173,7 +202,17 @@ class _Files:
                 os.close(self._open.popitem(last=False)[1])
         return descriptor
 
+    def writable(self, slab: int) -> memoryview:
+        """The memory of a slab, to be written into."""
+        memory = self._writable.get(slab)
+        if memory is None:
+            memory = self._writable[slab] = map_file(slab_path(self._folder, slab), writable=True)
+            if len(self._writable) > _MAPPED_KEPT:
+                self._writable.popitem(last=False)
+        return memory
+
     def size(self, slab: int) -> int:
+        """Bytes of a slab, its header included."""
         return os.fstat(self.descriptor(slab)).st_size
 
     def are(self, asked: Sequence[tuple[int, int]] | set[tuple[int, int]]) -> bool:
@@ -190,3 +229,4 @@ class _Files:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+        self._writable.clear()

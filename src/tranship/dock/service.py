@@ -10,6 +10,7 @@ connection and no other.
 from __future__ import annotations
 
 import logging
+import resource
 import selectors
 import socket
 import threading
@@ -22,7 +23,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from tranship.dock.dock import Dock
-from tranship.dock.errors import DockFull, StaleLease, StaleSlab
+from tranship.dock.durable import DurableDock
 from tranship.dock.frames import (
     LENGTH,
     MAX_FRAME,
@@ -34,16 +35,16 @@ from tranship.dock.frames import (
     new_secret,
     proof,
     proves,
+    tune,
 )
 from tranship.dock.place import Place
-from tranship.dock.wire import MAX_TEXT, Request, decode_request, encode_failure, encode_place, encode_reply
-from tranship.types import RunError, UserError
+from tranship.dock.wire import MAX_TEXT, Request, decode_request, encode_failure, encode_place
 
 _log = logging.getLogger(__name__)
 _GREETING_S = 10.0
-_MAX_CONNECTIONS = 4096
+_MAX_CONNECTIONS, _MAX_STRANGERS = 4096, 128
+_SPARE_FILES = 128
 _CHUNK = 1 << 16
-_EXPECTED = (StaleLease, StaleSlab, DockFull, UserError, RunError, ValueError, TypeError, KeyError)
 
 
 @dataclass(eq=False)
@@ -67,14 +68,17 @@ _Signature = tuple[Any, ...]
 
 
 class _Parked(NamedTuple):
-    """A message that waits for a change. signature: equal for messages of which one gives nothing when another does."""
+    """A message that waits for a change. frame: as it came. signature: equal for messages of which one gives nothing
+    when another does."""
 
     request: Request
+    frame: bytes
     signature: _Signature
 
 
 class DockService:
-    """Serves a dock at some addresses ("unix:PATH", "tcp:HOST:PORT") until it is closed.
+    """Serves a dock at some addresses ("unix:PATH", "tcp:HOST:PORT") until it is closed. A DurableDock outlives its
+    process: a successor serves it again, and clients that may reconnect go on.
 
     secret: at least 16 bytes that every client must know (None: a fresh one, see `secret`). place: where the payload
     can be had (None: what the dock says, for readers of this node only). `run` serves in the calling thread, `start` in
@@ -82,11 +86,17 @@ class DockService:
     """
 
     def __init__(
-        self, dock: Dock, addresses: Sequence[str], *, secret: bytes | None = None, place: Place | None = None
+        self,
+        dock: Dock | DurableDock,
+        addresses: Sequence[str],
+        *,
+        secret: bytes | None = None,
+        place: Place | None = None,
     ) -> None:
         self.secret = check_secret(secret) if secret is not None else new_secret()
-        self._dock = dock
-        self._place = place or Place.of_folder(dock.payload_folder())
+        self._runner = dock if isinstance(dock, DurableDock) else DurableDock.of(dock)
+        self._dock = self._runner.dock
+        self._place = place or Place.of_folder(self._dock.payload_folder())
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         self.addresses: list[str] = []
@@ -100,6 +110,9 @@ class DockService:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._woken)
         self._connections: dict[_Connection, None] = {}
+        self._strangers: dict[_Connection, None] = {}
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_connections = max(_MAX_STRANGERS, min(_MAX_CONNECTIONS, files - _SPARE_FILES))
         self._parked: dict[_Signature, dict[_Connection, None]] = {}
         self._due: list[tuple[float, int, _Connection, _Parked | None]] = []
         self._numbers = count()
@@ -139,20 +152,28 @@ class DockService:
     # Connections
 
     def _accept(self, listener: socket.socket) -> None:
-        try:
-            stream, _ = listener.accept()
-        except OSError as error:
-            _log.warning("the dock could not accept a connection: %s", error)
-            return
-        if len(self._connections) >= _MAX_CONNECTIONS:
+        """All who wait at a listener."""
+        while True:
+            try:
+                stream, _ = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                _log.warning("the dock could not accept a connection: %s", error)
+                return
+            self._meet(stream)
+
+    def _meet(self, stream: socket.socket) -> None:
+        if len(self._connections) >= self._max_connections:
             stream.close()
             return
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._drop(next(iter(self._strangers)))
         stream.setblocking(False)
-        if stream.family != socket.AF_UNIX:
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(stream)
         connection = _Connection(stream, new_secret(), time.monotonic() + _GREETING_S)
         assert len(connection.nonce) == NONCE_BYTES
-        self._connections[connection] = None
+        self._connections[connection] = self._strangers[connection] = None
         heappush(self._due, (connection.until, next(self._numbers), connection, None))
         self._selector.register(stream, selectors.EVENT_READ, connection)
         self._send(connection, connection.nonce)
@@ -162,13 +183,14 @@ class DockService:
         if connection not in self._connections:
             return
         del self._connections[connection]
+        self._strangers.pop(connection, None)
         self._leave_parking(connection)
         self._selector.unregister(connection.stream)
         connection.stream.close()
         if connection.name is not None:
             self._names[connection.name] -= 1
             if retire and not self._names[connection.name]:
-                self._dock.retire(connection.name)
+                self._runner.forget(connection.name)
 
     def _turn(self, connection: _Connection, events: int) -> None:
         """What a client's socket is ready for."""
@@ -219,6 +241,7 @@ class DockService:
             self._drop(connection)
             return
         connection.is_known = True
+        del self._strangers[connection]
         self._send(connection, proof(self.secret, b"server", connection.nonce, client_nonce))
 
     def _name(self, connection: _Connection, frame: bytes) -> None:
@@ -245,31 +268,23 @@ class DockService:
         except ValueError as error:
             self._refuse(connection, str(error))
             return
-        answer = self._answer(request, waiting=request.wait_s > 0)
+        assert connection.name is not None
+        answer = self._runner.run(connection.name, request.ticket, request, frame, waiting=request.wait_s > 0)
         if answer is None:
-            self._park(connection, request)
+            self._park(connection, request, frame)
         else:
             self._send_frame(connection, answer)
 
-    def _answer(self, request: Request, *, waiting: bool) -> bytes | None:
-        """The reply to a message; None if it gives nothing and its sender would rather wait."""
-        try:
-            result = getattr(self._dock, request.method)(**request.arguments)
-        except _EXPECTED as error:
-            is_call_wrong = isinstance(error, TypeError | KeyError)
-            return encode_failure(ValueError(f"malformed message: {error}") if is_call_wrong else error)
-        except Exception as error:
-            _log.exception("the dock failed at %s", request.method)
-            return encode_failure(error)
-        if waiting and (result is None or (request.method == "ask" and result.take is None)):
-            return None
-        return encode_reply(request.method, result)
+    def _try(self, connection: _Connection, parked: _Parked, *, waiting: bool) -> bytes | None:
+        """The reply to a parked message; None if it still gives nothing, and is to wait on."""
+        assert connection.name is not None
+        return self._runner.run(connection.name, parked.request.ticket, parked.request, parked.frame, waiting=waiting)
 
-    def _park(self, connection: _Connection, request: Request) -> None:
+    def _park(self, connection: _Connection, request: Request, frame: bytes) -> None:
         """Keep a message until it can be served; what it acknowledged is done already."""
         said = {name: value for name, value in request.arguments.items() if name != "done"}
         asked = tuple(item for item in said.items() if item[0] not in ("reader", "owner", "giving_up"))
-        parked = _Parked(request._replace(arguments=said), (request.method, *asked))
+        parked = _Parked(request._replace(arguments=said), frame, (request.method, *asked))
         connection.parked = parked
         self._parked.setdefault(parked.signature, {})[connection] = None
         heappush(self._due, (time.monotonic() + request.wait_s, next(self._numbers), connection, parked))
@@ -295,7 +310,7 @@ class DockService:
                 while waiting := self._parked.get(signature):
                     connection = next(iter(waiting))
                     assert connection.parked is not None
-                    answer = self._answer(connection.parked.request, waiting=True)
+                    answer = self._try(connection, connection.parked, waiting=True)
                     if answer is None:
                         break
                     self._unpark(connection, answer)
@@ -304,7 +319,7 @@ class DockService:
             if parked is None and connection.name is None:
                 self._drop(connection)
             elif parked is not None and connection.parked is parked:
-                answer = self._answer(parked.request, waiting=False)
+                answer = self._try(connection, parked, waiting=False)
                 assert answer is not None
                 self._unpark(connection, answer)
         return self._dock.seq if not self._parked else seq

@@ -11,12 +11,15 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from tranship.types import UserError
 
 _PREFIX = "tranship-"
 _LOCK = "lock"
+JOURNAL = "journal"
+_SUCCESSOR_S = 60.0
 
 
 def default_root() -> Path:
@@ -30,7 +33,19 @@ class SharedFolder:
 
     def __init__(self, run_id: str, root: Path) -> None:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", run_id)[:64]
-        self.path = _make_folder(root, name)
+        self._hold(_make_folder(root, name))
+
+    @classmethod
+    def adopt(cls, path: Path) -> SharedFolder:
+        """The folder of a process that was killed. UserError if it is gone, or its process holds it."""
+        if not path.is_dir() or _is_locked(path / _LOCK):
+            raise UserError(f"{path} cannot be taken over: it is gone, or the process that made it lives")
+        folder = cls.__new__(cls)
+        folder._hold(path)
+        return folder
+
+    def _hold(self, path: Path) -> None:
+        self.path = path
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -41,6 +56,13 @@ class SharedFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
+
+
+def left_by(run_id: str, root: Path) -> Path | None:
+    """The folder that a dead process of this run left; the newest, if there are several. None if there is none."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", run_id)[:64]
+    found = [path for path in root.glob(f"{_PREFIX}{name}*-*") if path.is_dir() and not _is_locked(path / _LOCK)]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _make_folder(root: Path, name: str) -> Path:
@@ -56,7 +78,8 @@ def _make_folder(root: Path, name: str) -> Path:
 
 
 def sweep(root: Path) -> list[str]:
-    """Remove the folders that dead processes of this user left; returns their names."""
+    """Remove the folders that dead processes of this user left; returns their names. One with a journal stays for a
+    minute after its last entry: a successor may be on its way."""
     removed = []
     for folder in root.glob(f"{_PREFIX}*-*"):
         pid = folder.name.rpartition("-")[2]
@@ -64,6 +87,9 @@ def sweep(root: Path) -> list[str]:
             continue
         try:
             if folder.stat().st_uid != os.getuid() or _process_lives(int(pid)) or _is_locked(folder / _LOCK):
+                continue
+            journal = folder / JOURNAL
+            if journal.exists() and time.time() - journal.stat().st_mtime < _SUCCESSOR_S:
                 continue
         except FileNotFoundError:
             continue

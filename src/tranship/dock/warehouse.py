@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from tranship.dock.block import align
 from tranship.dock.errors import DockFull, StaleSlab
@@ -33,14 +33,35 @@ class _Slab:
     abandoned: bool = False
 
 
+class LeaseOutcome(NamedTuple):
+    """How the last slab was found, for a successor that does it again. sealed: the owner's slab before it. removed:
+    free ones that made room. slab: the leased one, 0 if there was none; created: it is new, of nbytes bytes."""
+
+    sealed: int
+    removed: list[int]
+    slab: int
+    created: bool
+    nbytes: int
+
+
 class Warehouse:
     """Slabs of one run. shared: files that other processes of this machine map; else memory of this process.
 
     slab_bytes: usual size of a slab. capacity_bytes: of all of them together. root: where the files are (/dev/shm).
+    adopt: the folder of a predecessor that was killed; what it did is repeated, without touching its files, until
+    `settle`. prefault: how many slabs are made at the start, so that the first writers do not wait for fresh pages.
     """
 
     def __init__(
-        self, run_id: str, slab_bytes: int, capacity_bytes: int, shared: bool, *, root: Path | None = None
+        self,
+        run_id: str,
+        slab_bytes: int,
+        capacity_bytes: int,
+        shared: bool,
+        *,
+        root: Path | None = None,
+        adopt: Path | None = None,
+        prefault: int = 0,
     ) -> None:
         self._slab_bytes = align(slab_bytes)
         self._capacity = capacity_bytes
@@ -49,11 +70,19 @@ class Warehouse:
         self._next = 1
         self._held = 0
         self._refusal = ""
+        self._removed: list[int] = []
         self._folder: SharedFolder | None = None
-        if shared:
+        self._repeats = adopt is not None
+        self.last_lease = LeaseOutcome(0, [], 0, False, 0)
+        if adopt is not None:
+            self._folder = SharedFolder.adopt(adopt)
+        elif shared:
             root = root or default_root()
             sweep(root)
             self._folder = SharedFolder(run_id, root)
+
+        if adopt is None:
+            self._prefault(min(prefault, capacity_bytes // self._slab_bytes))
 
     @property
     def folder(self) -> str | None:
@@ -73,15 +102,65 @@ class Warehouse:
             )
         # Whole multiples of the usual size, so that blocks of about one size are served by the same slabs again.
         nbytes = min(self._capacity, -(-nbytes // self._slab_bytes) * self._slab_bytes)
-        if owner in self._open:
-            self._seal(self._slabs[self._open[owner]], abandoned=self._open[owner] != giving_up)
-        slab = self._reuse(owner, nbytes) or self._create(owner, nbytes)
-        if slab is None:
+        sealed = self._open.get(owner, 0)
+        self._removed = []
+        self._give_up(owner, giving_up)
+        reused = self._reuse(owner, nbytes)
+        slab = reused or self._create(owner, nbytes)
+        found = (0, False) if slab is None else (slab.id, reused is None)
+        self.last_lease = LeaseOutcome(sealed, self._removed, *found, nbytes)
+        return None if slab is None else self._lease_out(slab, owner)
+
+    def repeat_lease(self, owner: str, giving_up: int | None, outcome: LeaseOutcome) -> None:
+        """Do again what `lease_slab` did in a predecessor."""
+        self._give_up(owner, giving_up)
+        for slab in outcome.removed:
+            self._remove(self._slabs[slab])
+        if not outcome.slab:
+            return
+        if outcome.created:
+            self._slabs[outcome.slab] = _Slab(outcome.slab, outcome.nbytes, owner, None)
+            self._next = outcome.slab + 1
+            self._held += outcome.nbytes
+        self._lease_out(self._slabs[outcome.slab], owner)
+
+    def settle(self) -> list[int]:
+        """All of a predecessor's doings have been repeated: from now on its files are this one's. Returns the ids of
+        free slabs whose files are gone, which are forgotten; files of slabs that nobody knows are removed."""
+        assert self._folder is not None
+        self._repeats = False
+        there = {int(path.stem) for path in self._folder.path.glob("*.slab")}
+        lost = [slab.id for slab in self._slabs.values() if slab.id not in there]
+        self.lose(lost)
+        for slab in self._slabs.values():
+            self._write_header(slab)
+        for slab in there - self._slabs.keys():
+            slab_path(self._folder.path, slab).unlink()
+        return lost
+
+    def lose(self, slabs: Sequence[int]) -> None:
+        """Forget free slabs whose files are gone."""
+        for slab in slabs:
+            entry = self._slabs.pop(slab)
+            assert not entry.live, f"the file of slab {slab} is gone, and {entry.live} rows were in it"
+            self._held -= entry.nbytes
+
+    def snapshot(self) -> list[Any] | None:
+        """The slabs as plain values, for `restore`; None while one holds live rows."""
+        if any(slab.live for slab in self._slabs.values()):
             return None
-        slab.owner, slab.state = owner, "open"
-        self._open[owner] = slab.id
-        path = str(slab_path(self._folder.path, slab.id)) if self._folder else None
-        return SlabLease(slab.id, slab.generation, path, slab.nbytes)
+        slabs = [[s.id, s.nbytes, s.owner, s.generation, s.state] for s in self._slabs.values()]
+        return [self._next, slabs]
+
+    def restore(self, snapshot: Sequence[Any]) -> None:
+        """Go on from a snapshot, with a predecessor's files."""
+        assert not self._slabs, "a warehouse in use cannot be restored"
+        self._next, slabs = snapshot
+        for slab_id, nbytes, owner, generation, state in slabs:
+            self._slabs[slab_id] = _Slab(slab_id, nbytes, owner, None, generation, state)
+            self._held += nbytes
+            if state == "open":
+                self._open[owner] = slab_id
 
     def seal(self, owner: str) -> None:
         """The owner is gone: what it published stays, and what it still writes reaches nobody."""
@@ -129,6 +208,29 @@ class Warehouse:
         if self._folder:
             self._folder.close()
 
+    def _prefault(self, count: int) -> None:
+        """Make free slabs of the usual size, as many as the machine has room for."""
+        made = [self._create("", self._slab_bytes) for _ in range(count)]
+        for slab in made:
+            if slab is not None:
+                slab.state = "free"
+
+    def _give_up(self, owner: str, giving_up: int | None) -> None:
+        """Seal the owner's slab, if it has one; it is abandoned unless the owner itself gives it up."""
+        if owner in self._open:
+            self._seal(self._slabs[self._open[owner]], abandoned=self._open[owner] != giving_up)
+
+    def _lease_out(self, slab: _Slab, owner: str) -> SlabLease:
+        slab.owner, slab.state = owner, "open"
+        self._open[owner] = slab.id
+        path = str(slab_path(self._folder.path, slab.id)) if self._folder else None
+        return SlabLease(slab.id, slab.generation, path, slab.nbytes)
+
+    def _make_room(self, slab: _Slab) -> None:
+        """Remove a free slab for another one."""
+        self._removed.append(slab.id)
+        self._remove(slab)
+
     def _seal(self, slab: _Slab, *, abandoned: bool) -> None:
         del self._open[slab.owner]
         slab.state = "sealed"
@@ -158,7 +260,7 @@ class Warehouse:
         for slab in list(self._free()):
             if self._held + nbytes <= self._capacity:
                 break
-            self._remove(slab)
+            self._make_room(slab)
         if self._held + nbytes > self._capacity:
             self._refusal = f"{self._held} of {self._capacity} bytes (dock.capacity_bytes) are in use"
             return None
@@ -166,7 +268,7 @@ class Warehouse:
         if self._folder:
             if not self._create_file(slab):
                 for free in list(self._free()):
-                    self._remove(free)
+                    self._make_room(free)
                 if not self._create_file(slab):
                     return None
         else:
@@ -198,6 +300,8 @@ class Warehouse:
         return True
 
     def _write_header(self, slab: _Slab) -> None:
+        if self._repeats:
+            return
         data = header(slab.id, slab.generation, slab.nbytes)
         if slab.memory is not None:
             slab.memory[: len(data)] = data
@@ -214,5 +318,5 @@ class Warehouse:
         self._write_header(slab)
         del self._slabs[slab.id]
         self._held -= slab.nbytes
-        if self._folder:
+        if self._folder and not self._repeats:
             slab_path(self._folder.path, slab.id).unlink(missing_ok=True)

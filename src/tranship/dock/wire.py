@@ -37,11 +37,13 @@ _BY_NAME = {error.__name__: error for error in (StaleLease, StaleSlab, DockFull,
 
 
 class Request(NamedTuple):
-    """A call of a method by name. wait_s: how long it may wait for an answer that is not None."""
+    """A call of a method by name. wait_s: how long it may wait for an answer that is not None. ticket: a number that
+    the client uses for no other message, so that one that it has to repeat is known; 0: it is never repeated."""
 
     method: str
     arguments: dict[str, Any]
     wait_s: float
+    ticket: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,21 @@ class Codec:
     decode: Callable[[Any], Any]
 
 
-def encode_request(method: str, arguments: Mapping[str, Any], wait_s: float) -> bytes:
+def encode_request(method: str, arguments: Mapping[str, Any], wait_s: float = 0.0, ticket: int = 0) -> bytes:
     """The bytes of a call. ValueError for a method or an argument that the table does not have."""
     codecs = _of(METHODS, method)[0]
     plain = {name: _of(codecs, name).encode(value) for name, value in arguments.items()}
-    return _packed([method, plain, float(wait_s)])
+    return _packed([method, plain, float(wait_s), ticket])
 
 
 def decode_request(data: bytes) -> Request:
     """The call that some bytes are. ValueError if they are none."""
-    method, plain, wait_s = _fields(_plain(data), 3)
+    method, plain, wait_s, ticket = _fields(_plain(data), 4)
     codecs = _of(METHODS, _text(method))[0]
     if type(plain) is not dict:
         raise _malformed("arguments", plain)
     arguments = {name: _of(codecs, name).decode(value) for name, value in plain.items()}
-    return Request(method, arguments, _number(wait_s))
+    return Request(method, arguments, _number(wait_s), _int(ticket))
 
 
 def encode_reply(method: str, result: Any) -> bytes:
@@ -373,6 +375,7 @@ METHODS: Mapping[str, tuple[Mapping[str, Codec], Codec]] = {
     "finish_val": ({"group_ids": INTS}, NOTHING),
     "status": ({}, STATUS),
     "num_admissible": ({}, INT),
+    "changed": ({"since": INT}, _optional(INT)),
     "advance": ({"version": INT}, NOTHING),
     "expire": ({}, EXPIRED),
     "retire": ({"reader": TEXT}, NOTHING),

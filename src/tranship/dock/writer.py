@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from tranship.dock.block import PackedBlock
+from tranship.dock.buffers import Buffers
 from tranship.dock.errors import DockFull
 from tranship.dock.messages import BlockRef, SlabLease
 from tranship.dock.slab import PAYLOAD_AT, map_file
@@ -16,13 +19,24 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 class BlockWriter:
     """The writing side of one owner. wait_s: how long it waits for room before it gives up. can_park: `call` takes
-    wait_s too, and the dock answers when there is room; else it is asked again after a pause."""
+    wait_s too, and the dock answers when there is room; else it is asked again after a pause. send: brings a block to a
+    slab on another node (None: the slab is mapped here)."""
 
-    def __init__(self, call: Callable[..., Any], owner: str, *, wait_s: float, can_park: bool = False) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        owner: str,
+        *,
+        wait_s: float,
+        can_park: bool = False,
+        send: Callable[[BlockRef, memoryview], None] | None = None,
+    ) -> None:
         self._call = call
         self._owner = owner
         self._wait_s = wait_s
         self._can_park = can_park
+        self._send = send
+        self._buffers = Buffers()
         self._lease: SlabLease | None = None
         self._memory = memoryview(b"")
         self._mapped: dict[int, memoryview] = {}
@@ -34,7 +48,12 @@ class BlockWriter:
             self._lease_slab(block.nbytes)
         assert self._lease is not None
         ref = BlockRef(self._lease.slab, self._lease.generation, self._next, block.nbytes)
-        block.write_into(self._memory[ref.offset : ref.offset + ref.nbytes], generation=ref.generation)
+        if self._send is None:
+            block.write_into(self._memory[ref.offset : ref.offset + ref.nbytes], generation=ref.generation)
+        else:
+            made = self._buffers.take("block", np.dtype(np.uint8), block.nbytes).data
+            block.write_into(made, generation=ref.generation)
+            self._send(ref, made)
         self._next += block.nbytes
         return ref
 
@@ -64,7 +83,7 @@ class BlockWriter:
                 raise DockFull(self._full_text(nbytes, waited))
             time.sleep(min(pause, self._wait_s - waited))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-        self._memory = self._map(lease)
+        self._memory = self._map(lease) if self._send is None else memoryview(b"")
         self._lease = lease
         self._next = PAYLOAD_AT
 

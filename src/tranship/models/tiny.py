@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -13,6 +14,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
 from tranship.models.tokenizer import save_tokenizer
 from tranship.types import UserError
@@ -22,7 +24,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-FAMILIES: Mapping[str, str] = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 _HEAD_DIM = 32
 _CONTEXT_LENGTH = 2048
 
@@ -44,9 +53,11 @@ def make_tiny(
 ) -> Path:
     """Write a model folder of `family` with random fp32 weights drawn from `seed`; returns the folder.
 
-    hidden: a multiple of 32 (heads of 32; one key-value head for two query heads where that divides). vocab_size: at
-    least 259 (three special tokens and the 256 bytes); the rest are merges of bytes. The end-of-text id is 2, and
-    padding too. The context holds 2048 tokens.
+    hidden: a multiple of 32 (heads of 32; one key-value head for two query heads where that divides). Mixtures of
+    experts have 8 experts as wide as the model, of which a token passes 2; DeepSeek's have a latent of 32, one expert
+    that every token passes, a dense first layer, and (V3) 2 of 4 groups. vocab_size: at least 259 (three special
+    tokens and the 256 bytes); the rest are merges of bytes. The end-of-text id is 2, and padding too. The context
+    holds 2048 tokens.
     """
     if family not in FAMILIES:
         raise UserError(f"make_tiny: family {family!r} is not known; use one of: {', '.join(FAMILIES)}")
@@ -54,16 +65,13 @@ def make_tiny(
         raise UserError(f"make_tiny: hidden {hidden} is not a multiple of {_HEAD_DIM}: use {_HEAD_DIM}, 64, 128, ...")
     folder.mkdir(parents=True, exist_ok=True)
     save_tokenizer(make_tokenizer(vocab_size), folder)
-    heads = hidden // _HEAD_DIM
     config = AutoConfig.for_model(
         family,
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=hidden * 3,
         num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
-        head_dim=_HEAD_DIM,
+        **_sizes(family, hidden),
         max_position_embeddings=_CONTEXT_LENGTH,
         tie_word_embeddings=tied,
         bos_token_id=1,
@@ -75,8 +83,42 @@ def make_tiny(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    model.save_pretrained(folder)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     return folder
+
+
+def _sizes(family: str, hidden: int) -> dict[str, Any]:
+    """Heads and experts, in the words of the family's config."""
+    heads = hidden // _HEAD_DIM
+    sizes: dict[str, Any] = {"num_attention_heads": heads}
+    if not family.startswith("deepseek"):
+        sizes |= {"num_key_value_heads": heads // 2 if heads % 2 == 0 else heads, "head_dim": _HEAD_DIM}
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 8, "norm_topk_prob": True}
+    if family.startswith("deepseek"):
+        sizes |= {
+            "num_key_value_heads": heads,
+            "qk_nope_head_dim": _HEAD_DIM,
+            "qk_rope_head_dim": _HEAD_DIM // 2,
+            "v_head_dim": _HEAD_DIM,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 48 if family == "deepseek_v3" else None,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+        }
+    if family == "deepseek_v3":
+        # Other engines read these two from the config; transformers takes them for granted in this family.
+        sizes |= {"n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    if family == "qwen3_moe" or family.startswith("deepseek"):
+        sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+    return sizes
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -26,8 +26,13 @@ class Metric(NamedTuple):
 METRICS: tuple[Metric, ...] = (
     Metric("step", "training/global_step", True, "trained batches so far"),
     Metric("policy_version", "training/policy_version", False, "version of the weights after the step"),
-    Metric("rewards", "critic/score/mean|max|min", True, "what the reward function gave, scored samples only"),
-    Metric("rewards", "critic/rewards/mean|max|min", True, "the same: no KL term is taken from rewards here"),
+    Metric("rewards", "critic/score/mean|max|min", True, "the reward before any shaping, scored samples only"),
+    Metric(
+        "rewards",
+        "critic/rewards/mean|max|min",
+        True,
+        "the reward after shaping; a KL in the reward is not in it (see actor/kl)",
+    ),
     Metric("advantages", "critic/advantages/mean|max|min", True, "advantages of trained tokens or samples"),
     Metric("reward_extra.<name>", "reward_extra/<name>", False, "means of further numbers of the reward function"),
     Metric("reward_by_source.<source>", "reward_by_source/<source>", False, "mean score of the prompts of one source"),
@@ -92,7 +97,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("num_groups_with_signal", "groups/with_signal_share", False, "share of groups whose rewards differ"),
     Metric("num_groups", "groups/num", False, "groups that the step used up"),
     Metric("dropped_groups.<reason>", "groups/dropped/<reason>", False, "groups that were not trained on"),
-    Metric("ledger.<name>", "ledger/<name>", False, "groups of the run so far: admitted, trained, in_flight, dropped/..."),
+    Metric(
+        "ledger.<name>", "ledger/<name>", False, "groups of the run so far: admitted, trained, in_flight, dropped/..."
+    ),
     Metric("statuses", "samples/scored|masked|invalid", False, "samples by what became of their reward"),
     Metric("reasons", "samples/invalid/<reason>", False, "invalid samples by reason"),
     Metric("logprob_gap_max", "mismatch/logprob_gap_max", False, "largest |trainer - sampler| log-prob of a token"),
@@ -126,7 +133,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "perf/time_per_step": record.seconds,
         "perf/tokens_generated": record.tokens_generated,
     }
-    metrics |= _spread("critic/score", record.scored_rewards) | _spread("critic/rewards", record.scored_rewards)
+    metrics |= _spread("critic/score", record.scored_raw) | _spread("critic/rewards", record.scored_rewards)
     metrics |= _spread("critic/advantages", record.advantages)
     metrics |= _spread("response_length", record.response_lengths) | _spread("prompt_length", record.prompt_lengths)
     if num_samples:

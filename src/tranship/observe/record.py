@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from tranship.observe.scores import Estimate
-from tranship.types import FinishReason, RewardStatus
+from tranship.types import FinishReason, RewardStatus, reason_class
 
 When = Literal["before", "during", "after"]
 
@@ -27,6 +27,7 @@ class StepRecord:
     step: counts from 1. policy_version: after this step's update. num_groups: groups that this step used up.
     num_groups_with_signal: those whose advantages are not all 0. dropped_groups: reason -> groups that were not
     trained on ("no_signal", "too_stale", "invalid", ...).
+    raw_rewards: as rewards, before shaping (nothing given: they are the same).
     rewards: float [N], read only where `statuses` says "scored". statuses, reasons, finish_reasons: N strings
     (reason "" unless invalid). response_lengths: int [N], tokens. prompt_lengths: int [N] or [G], tokens.
     advantages: float [N] or one per token. staleness: int [N], (version at use) - (oldest version of a token).
@@ -69,6 +70,7 @@ class StepRecord:
     rss_bytes: int = 0
     num_devices: int = 1
     ledger: Mapping[str, float] = field(default_factory=dict)
+    raw_rewards: np.ndarray = field(default_factory=_empty)
 
     def __post_init__(self) -> None:
         lengths = {len(self.rewards), len(self.statuses), len(self.finish_reasons), len(self.response_lengths)}
@@ -87,13 +89,21 @@ class StepRecord:
         return np.asarray(self.rewards, dtype=np.float64)[scored]
 
     @property
+    def scored_raw(self) -> np.ndarray:
+        """float64 [number scored]: the rewards before any shaping, where they are known apart."""
+        if len(self.raw_rewards) != len(self.statuses):
+            return self.scored_rewards
+        scored = np.array([status == "scored" for status in self.statuses], dtype=bool)
+        return np.asarray(self.raw_rewards, dtype=np.float64)[scored]
+
+    @property
     def invalid_by_reason(self) -> dict[str, int]:
-        """Invalid samples of this step by reason ("unknown" where none was given)."""
+        """Invalid samples of this step by the class of their reason ("unknown" where none was given)."""
         reasons = self.reasons or [""] * len(self.statuses)
         counts: dict[str, int] = {}
         for status, reason in zip(self.statuses, reasons, strict=True):
             if status == "invalid":
-                counts[reason or "unknown"] = counts.get(reason or "unknown", 0) + 1
+                counts[reason_class(reason)] = counts.get(reason_class(reason), 0) + 1
         return counts
 
 

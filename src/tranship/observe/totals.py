@@ -20,6 +20,7 @@ class RunTotals:
         self.steps = 0
         self.train_seconds = 0.0
         self.tokens_generated = 0
+        self.updates = 0
         self.invalid: dict[str, int] = {}
         self._losses: list[float] = []  # The first and the last one of recorded responses.
         self.validations: dict[str, dict[str, Any]] = {}
@@ -32,6 +33,7 @@ class RunTotals:
         self.steps = max(self.steps, step)
         self.train_seconds += metrics["timing_s/step"]
         self.tokens_generated += int(metrics["perf/tokens_generated"])
+        self.updates += (metrics.get("actor/grad_norm") or 0.0) > 0
         loss = metrics.get("actor/loss")
         if "samples/scored" not in metrics and loss is not None:
             self._losses = [*self._losses[:1], loss]
@@ -46,6 +48,7 @@ class RunTotals:
         speed = self.tokens_generated / self.train_seconds if self.train_seconds > 0 else 0.0
         values: dict[str, Any] = {
             "steps": self.steps,
+            "steps_with_update": self.updates,
             "train_seconds": round(self.train_seconds, 3),
             "tokens_generated": self.tokens_generated,
             "tokens_per_s": round(speed, 2),

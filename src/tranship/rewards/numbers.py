@@ -6,9 +6,12 @@ import re
 from typing import Any
 
 # A minus sign counts only where it is no subtraction: "12-5" holds 12 and 5, "= -5" holds -5.
-_NUMBER = r"(?:(?<![\w.)\]])[-−])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+_DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+# Commas that part groups of three are left out; "1,0" stays what it is, and equals no number.
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_NUMBER = rf"(?:(?<![\w.)\]])[-−])?{_DIGITS}"
 _ANY_NUMBER = re.compile(_NUMBER)
-_AFTER_HASHES = re.compile(r"####\s*([-−]?)\s*\$?\s*([-−]?)([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+_AFTER_HASHES = re.compile(rf"####\s*\*{{0,2}}([-−]?)\s*\$?\s*([-−]?)({_DIGITS})")
 
 
 def exact_integer(
@@ -49,9 +52,12 @@ def hash_answer(
 
 def canonical(number: str) -> str:
     """The one spelling of a decimal number: "-1,230.50" -> "-1230.5", "007" -> "7", "-0" -> "0", ".5" -> "0.5"."""
-    text = number.replace("−", "-").replace(",", "")
+    text = number.replace("−", "-")
     sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
     whole, _, fraction = digits.partition(".")
+    whole = whole.rstrip(",")
+    if _GROUPED.fullmatch(whole):
+        whole = whole.replace(",", "")
     whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
     value = f"{whole}.{fraction}" if fraction else whole
     return value if value == "0" else sign + value

@@ -9,6 +9,7 @@ from typing import Any
 from tranship.types import Score
 
 MAX_REASON = 500
+MAX_SCORE = 1e100
 # What an adapter returns where its function says that it has nothing to say about a sample.
 NOT_APPLICABLE = object()
 _INT64 = 2**63
@@ -68,6 +69,8 @@ def _number(result: Any, extra: dict[str, Any]) -> Score:
     number = float(value)
     if not math.isfinite(number):
         return invalid(f"returned {number}", extra)
+    if abs(number) > MAX_SCORE:
+        return invalid(f"returned {number:g}, beyond {MAX_SCORE:g}: its square overflows in statistics", extra)
     return Score("scored", number, extra=extra)
 
 

@@ -35,7 +35,11 @@ class Capabilities:
 
 
 class RolloutEngine(Protocol):
-    """One replica's inference weights and the requests that run on it. Nothing here blocks but the work of one step."""
+    """One replica's inference weights and the requests that run on it. Nothing here blocks but the work of one step.
+
+    A caller pauses it by not stepping. Before an update it may wait for what runs, abort it and submit the partial
+    responses again afterwards, or leave it where it is; then the cache is dealt with as the engine was configured.
+    """
 
     capabilities: Capabilities
 
@@ -55,7 +59,8 @@ class RolloutEngine(Protocol):
         ...
 
     def submit(self, request: GroupRequest) -> None:
-        """Queue a request. Raises UserError if prompt + max_response_tokens exceeds the context."""
+        """Queue a request. Raises UserError for one that cannot run (prompt + max_response_tokens exceed the context,
+        sampling out of range, stop strings without a tokenizer); the others are not touched."""
         ...
 
     def step(self) -> list[Response]:

@@ -148,6 +148,7 @@ class Runtime(Protocol):
         """Host the object that `factory` ("module:callable" or "file.py:callable") makes of `kwargs` and a Context.
 
         num_threads: of its numerical libraries (None: they decide). num_accelerators: devices set aside for it.
+        Of several nodes, that of the driver gets the services, and loops are spread over all of them.
         May return before the object is built: an error of the factory is raised by `wait_ready`, by calls, or here.
         """
         ...

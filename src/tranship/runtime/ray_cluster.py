@@ -10,10 +10,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 from tranship.runtime import guard
 from tranship.runtime.base import RuntimeOptions
@@ -56,22 +58,19 @@ class Cluster:
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
         self._daemons: set[int] = set()
         before = descendants(os.getpid())
-        clusters = ray_constants.ENABLE_RAY_CLUSTER
-        # Ray replaces a loopback address by that of the network unless clusters are switched off.
-        ray_constants.ENABLE_RAY_CLUSTER = False
         try:
-            ray.init(
-                num_cpus=options.num_cores or num_cores(),
-                object_store_memory=options.object_store_bytes,
-                include_dashboard=False,
-                log_to_driver=options.log_to_driver,
-                logging_level=logging.ERROR,
-                namespace="tranship",
-                _node_ip_address=_LOOPBACK,
-                _temp_dir=str(self._folder),
-            )
+            with _loopback():
+                ray.init(
+                    num_cpus=options.num_cores or num_cores(),
+                    object_store_memory=options.object_store_bytes,
+                    include_dashboard=False,
+                    log_to_driver=options.log_to_driver,
+                    logging_level=logging.ERROR,
+                    namespace="tranship",
+                    _node_ip_address=_LOOPBACK,
+                    _temp_dir=str(self._folder),
+                )
         finally:
-            ray_constants.ENABLE_RAY_CLUSTER = clusters
             self._daemons = descendants(os.getpid()) - before
             self.watch_over_all()
             if not ray.is_initialized():
@@ -116,16 +115,41 @@ def _join(address: str, options: RuntimeOptions) -> None:
     refusal = f"placement.ray_address {address!r}: no Ray cluster answers there (%s): start one with " + (
         "`ray start --head`, or leave ray_address out"
     )
-    host, colon, port = address.rpartition(":")
-    if address != "auto" and not (colon and port.isdigit() and "/" not in host):
-        raise UserError(f"placement.ray_address {address!r} is not an address: use HOST:PORT, or auto")
     try:
+        where = services.get_ray_address_from_environment("auto", None) if address == "auto" else address
+        host, colon, port = (where or "").rpartition(":")
+        if not (colon and port.isdigit() and "/" not in host):
+            raise UserError(f"placement.ray_address {address!r} is not an address: use HOST:PORT, or auto")
         # Ray itself waits for minutes where nothing listens.
-        if address != "auto":
-            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-        ray.init(address, log_to_driver=options.log_to_driver, logging_level=logging.ERROR, namespace="tranship")
+        with _loopback() if _is_local(host, int(port)) else nullcontext():
+            ray.init(where, log_to_driver=options.log_to_driver, logging_level=logging.ERROR, namespace="tranship")
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(refusal % str(error).splitlines()[0]) from error
+
+
+def _is_local(host: str, port: int) -> bool:
+    """Whether a cluster listens on the loopback interface alone. OSError if nothing listens at the address."""
+    socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    if not socket.gethostbyname(host).startswith("127."):
+        return False
+    try:
+        socket.create_connection((ray.util.get_node_ip_address(), port), timeout=_CONNECT_S).close()
+    except OSError:
+        return True
+    return False
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Let Ray use a loopback address as it is, which it replaces by that of the network where clusters are allowed."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _short_folder() -> str:

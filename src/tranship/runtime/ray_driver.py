@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tranship.runtime.base import CallTimeout, Handle, Kind, ProcessDied, RuntimeOptions, ServiceProxy
 from tranship.runtime.device import resolve_device
@@ -27,6 +28,8 @@ _PARK_S = 2.0
 _STOPPED_S = 6.0
 _SILENT_S = 120.0
 _HELLO_S = 60.0
+# Whoever waits for an answer looks so often whether the process that owes it is still there.
+_LOOK_S = 1.0
 _CLOSE_S = 5.0
 _GRACE_S = 1.0
 
@@ -56,9 +59,10 @@ class RayPending:
         return bool(ray.wait([self._ref], timeout=0)[0])
 
     def result(self, timeout_s: float) -> Any:
-        """What the method returned or raised."""
+        """What the method returned or raised; what has died meanwhile is told by the runtime's next `poll`."""
+        left_s = self._process.wait_for(self._ref, timeout_s)
         try:
-            return open_reply(self._ref, self._process.name, self._process.known_pid, self._method, timeout_s)
+            return open_reply(self._ref, self._process.name, self._process.known_pid, self._method, left_s, timeout_s)
         except ProcessDied as error:
             raise self._process.explain(error) from error.__cause__
 
@@ -72,6 +76,7 @@ class RayHandle:
         self.actor = actor
         self.known_pid: int = 0
         self.gone = False
+        self.death: ProcessDied | None = None
         self._runtime = runtime
         self._hello = actor.hello.remote()
         self._built = actor.host.remote(recipe)
@@ -127,8 +132,22 @@ class RayHandle:
         local = self._runtime.cluster.owned and self.known_pid
         return not self.gone and not (local and not is_running(self.known_pid))
 
+    def wait_for(self, ref: Any, timeout_s: float) -> float:
+        """Wait for an answer of this process, at most for timeout_s, and notice meanwhile whether it is still there.
+
+        Returns what is left of the time. A process that is held or silent is ended, and its answers fail at once.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            if ray.wait([ref], timeout=max(0.0, min(_LOOK_S, left_s)))[0] or left_s <= 0:
+                return max(0.0, left_s)
+            self._runtime.hear(0.0)
+
     def explain(self, error: ProcessDied) -> ProcessDied:
-        """The same error with the end of what the process printed as a note."""
+        """The known cause of this process's death, else the same error with the end of what it printed as a note."""
+        if self.death is not None:
+            return self.death
         if words := self._runtime.cluster.last_words(self.known_pid):
             error.add_note(f"last output of process {self.name!r}:\n{words}")
         return error
@@ -157,6 +176,7 @@ class RayRuntime:
         self.objects = RayObjects()
         self._handles: dict[str, RayHandle] = {}
         self._events: deque[tuple[str, dict[str, Any]]] = deque()
+        self._errors: deque[tuple[RayHandle, Exception]] = deque()
         self._open = True
 
     def start(
@@ -169,7 +189,10 @@ class RayRuntime:
         num_threads: int | None = None,
         num_accelerators: float = 0,
     ) -> Handle:
-        """Start a process that builds the object; returns while it does."""
+        """Start a process that builds the object; returns while it does.
+
+        In a cluster of several nodes a service is placed on the driver's node, and loops are spread over all of them.
+        """
         if name in self._handles:
             raise RunError(f"a process called {name!r} is already running: stop it first")
         own = self.cluster.owned
@@ -179,10 +202,11 @@ class RayRuntime:
         host = ray.remote(ServiceHost if kind == "service" else LoopHost)
         actor = host.options(
             name=f"{name}-{os.getpid()}",
-            num_cpus=0 if own else num_threads or 1,
+            num_cpus=0 if own or kind == "service" else num_threads or 1,
             max_concurrency=1000,
             max_restarts=0,
             max_task_retries=0,
+            **({} if own else {"scheduling_strategy": _node_of(kind)}),
             **_accelerators(num_accelerators),
         ).remote(surroundings)
         handle = RayHandle(name, kind, actor, Recipe(name, factory, kwargs, num_threads), self)
@@ -200,14 +224,17 @@ class RayRuntime:
         """Wait for events. Raises what ended a loop, and ProcessDied."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._hear(min(1.0, max(0.0, deadline - time.monotonic())))
+            wait_s = 0.0 if self._errors else min(1.0, max(0.0, deadline - time.monotonic()))
+            self.hear(wait_s)
+            if self._errors:
+                raise self._errors.popleft()[1]
             if self._events:
                 return True
             if time.monotonic() >= deadline:
                 return False
 
-    def _hear(self, timeout_s: float) -> None:
-        """Take in the news that have arrived; wait for the first of them."""
+    def hear(self, timeout_s: float) -> None:
+        """Take in the news that have arrived; wait for the first of them. Errors among them are kept for `poll`."""
         waiting = {handle.news: handle for handle in self._handles.values() if not handle.gone}
         if not waiting:
             time.sleep(timeout_s)
@@ -224,20 +251,26 @@ class RayRuntime:
         try:
             received: Any = ray.get(handle.news)
         except RayActorError as error:
-            handle.note_pid()
-            handle.gone = True
-            message = f"process {handle.name!r} (pid {handle.known_pid}) died: {describe_death(error)}"
-            raise handle.explain(ProcessDied(message, handle.name, handle.known_pid)) from error
+            self._bury(handle, f"died: {describe_death(error)}", error)
+            return
         news: News = received
         handle.note_pid()
         self._events.extend((handle.name, event) for event in news.events)
         handle.listen()
         if news.failure is not None:
-            raise news.failure.exception()
+            self._errors.append((handle, news.failure.exception()))
+
+    def _bury(self, handle: RayHandle, cause: str, error: Exception | None = None) -> None:
+        handle.note_pid()
+        handle.gone = True
+        death = ProcessDied(f"process {handle.name!r} (pid {handle.known_pid}) {cause}", handle.name, handle.known_pid)
+        death.__cause__ = error
+        handle.death = handle.explain(death)
+        self._errors.append((handle, handle.death))
 
     def _check_silence(self, handle: RayHandle) -> None:
         silence_s = time.monotonic() - handle.asked_at
-        if silence_s < _STOPPED_S or not handle.known_pid or ray.wait([handle.news], timeout=0)[0]:
+        if handle.gone or silence_s < _STOPPED_S or not handle.known_pid or ray.wait([handle.news], timeout=0)[0]:
             return
         if self.cluster.owned and is_stopped(handle.known_pid):
             cause = "is stopped (SIGSTOP)"
@@ -248,8 +281,7 @@ class RayRuntime:
         handle.kill()
         if self.cluster.owned:
             end_all([handle.known_pid], grace_s=0.0)
-        message = f"process {handle.name!r} (pid {handle.known_pid}) {cause}; it was ended"
-        raise ProcessDied(message, handle.name, handle.known_pid)
+        self._bury(handle, f"{cause}; it was ended")
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """What was emitted since the last call."""
@@ -259,7 +291,8 @@ class RayRuntime:
         return drained
 
     def forget(self, handle: RayHandle) -> None:
-        """Free the name of a handle that was stopped."""
+        """Free the name of a handle that was stopped; what went wrong in it is no news any more."""
+        self._errors = deque(entry for entry in self._errors if entry[0] is not handle)
         if self._handles.get(handle.name) is handle:
             del self._handles[handle.name]
 
@@ -285,6 +318,13 @@ class RayRuntime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+def _node_of(kind: Kind) -> Any:
+    """Where Ray puts a process: a service beside the driver, which talks to it most; loops spread over the nodes."""
+    if kind == "loop":
+        return "SPREAD"
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _accelerators(count: float) -> dict[str, Any]:

@@ -23,12 +23,16 @@ def describe_death(error: RayError) -> str:
     return found.group(1).strip() if found else text
 
 
-def open_reply(ref: Any, name: str, pid: int, method: str, timeout_s: float) -> Any:
-    """The value behind a call's reference; raises what the method raised, ProcessDied or CallTimeout."""
+def open_reply(ref: Any, name: str, pid: int, method: str, timeout_s: float, limit_s: float | None = None) -> Any:
+    """The value behind a call's reference; raises what the method raised, ProcessDied or CallTimeout.
+
+    limit_s: the whole limit of the call, for the message, where timeout_s is what is left of it.
+    """
     try:
         received: Any = ray.get(ref, timeout=timeout_s)
     except GetTimeoutError as error:
-        raise CallTimeout(f"process {name!r} (pid {pid}): {method!r} did not answer within {timeout_s:g} s") from error
+        limit_s = timeout_s if limit_s is None else limit_s
+        raise CallTimeout(f"process {name!r} (pid {pid}): {method!r} did not answer within {limit_s:g} s") from error
     except RayActorError as error:
         raise ProcessDied(f"process {name!r} (pid {pid}) died: {describe_death(error)}", name, pid) from error
     except RayTaskError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 from tranship.algorithms.estimate import Estimate, GroupRewards
 from tranship.dock import Batch, DockClient, GroupView, StaleLease
 from tranship.stages.stage import Emit, Stopwatch
+from tranship.types import reason_class
 
 
 @dataclass(frozen=True)
 class _Group:
-    """What became of a group. outcome: train, filtered or invalid; columns: what is put, one entry per sample."""
+    """What became of a group. outcome: train, filtered, masked, invalid; columns: what is put, one entry per sample."""
 
     outcome: str
     columns: dict[str, list[np.ndarray]]
@@ -28,8 +30,9 @@ class AdvantageStage:
     advantages and loss_mask (returns).
 
     loss_mask is response_mask for scored samples and all False for masked and invalid ones, which enter no mean. A
-    group without a scored sample is dropped as invalid, one whose raw rewards are all equal as filtered (unless
-    keep_without_signal). Waits for scored groups; unblocks train. Emits a `group` event with the samples' records.
+    group without a scored sample is dropped as invalid (by the reason that most of its samples have) or masked, one
+    whose raw rewards are all equal as filtered (unless keep_without_signal). Waits for scored groups; unblocks train.
+    Emits a `group` event with the samples' records.
     """
 
     name = "advantage"
@@ -81,7 +84,8 @@ class AdvantageStage:
         scored = [place for place, reward in enumerate(rewards) if reward["status"] == "scored"]
         per_sample = np.zeros(len(rows), dtype=np.float32)
         if not scored:
-            return _Group("invalid", {}, per_sample, {})
+            invalid = any(reward["status"] == "invalid" for reward in rewards)
+            return _Group("invalid" if invalid else "masked", {}, per_sample, {})
 
         def of_scored(column: str) -> list[np.ndarray]:
             return [np.asarray(batch[column][rows[place]]) for place in scored]
@@ -121,9 +125,13 @@ class AdvantageStage:
                 self._dock.ack(batch.lease)
             elif group.outcome == "filtered":
                 self._dock.drop([view.group_id], "filtered", batch.lease)
+            elif group.outcome == "masked":
+                self._dock.drop([view.group_id], "masked", batch.lease)
             else:
-                reasons = {batch["reward"][row]["reason"] or "masked" for row in view.rows}
-                self._dock.drop([view.group_id], f"invalid:{min(reasons)}", batch.lease)
+                rewards = [batch["reward"][row] for row in view.rows]
+                reasons = Counter(reason_class(r["reason"]) for r in rewards if r["status"] == "invalid")
+                most = min(reasons, key=lambda reason: (-reasons[reason], reason))
+                self._dock.drop([view.group_id], f"invalid:{most}", batch.lease)
 
     def _event(self, batch: Batch, view: GroupView, group: _Group) -> dict[str, Any]:
         samples = []

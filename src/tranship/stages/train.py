@@ -97,6 +97,10 @@ class TrainStage:
             except StaleLease:
                 # The weights are as they were: the batch is ready again, for this reader or another.
                 return True
+        else:
+            self._engine.skip()
+            if self._critic is not None:
+                self._critic.engine.skip()
         event["seconds"] = time.perf_counter() - start
         with self._watch.time("dock"):
             self._dock.trained(batch.lease)
@@ -124,6 +128,8 @@ class TrainStage:
             with self._watch.time("train"):
                 metrics = self._engine.update(train_batch, gap, fence=fence)
             metrics |= gap.metrics()
+        else:
+            self._engine.skip()
         if self._critic is not None:
             with self._watch.time("critic"):
                 metrics |= self._critic.engine.update(train_batch, self._kept(self._critic.loss, fence), fence=fence)

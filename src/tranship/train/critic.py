@@ -105,6 +105,10 @@ class TransformersCritic:
             "critic_learning_rate": report.learning_rate,
         }
 
+    def skip(self) -> None:
+        """Count a batch that nothing is trained on."""
+        self._steps.skip()
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and random state so that `load` continues bit for bit."""
         self._steps.save(folder)

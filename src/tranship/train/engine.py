@@ -108,6 +108,10 @@ class CriticEngine(Protocol):
         """Train on one batch, as `TrainEngine.update`: needs batch.values and batch.returns."""
         ...
 
+    def skip(self) -> None:
+        """Count a batch that nothing is trained on: the learning rate follows the batches of the run."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and schedule so that `load` continues bit for bit."""
         ...
@@ -134,6 +138,10 @@ class TrainEngine(Protocol):
         Returns means of the loss's metrics, and loss, grad_norm, learning_rate, num_tokens, tokens_per_s. Raises
         RunError before the weights change if a gradient is not finite.
         """
+        ...
+
+    def skip(self) -> None:
+        """Count a batch that nothing is trained on: the learning rate follows the batches of the run."""
         ...
 
     def logprobs(

@@ -107,6 +107,10 @@ class PackedSteps:
             seconds=time.perf_counter() - start,
         )
 
+    def skip(self) -> None:
+        """Count a batch that nothing is trained on: the schedule follows the batches of the run."""
+        self._batches += 1
+
     def each_response(
         self,
         prompts: Sequence[np.ndarray],

@@ -123,6 +123,10 @@ class TransformersEngine:
         """The parameter called `name`, sharing its memory."""
         return self._steps.parameters[name].detach()
 
+    def skip(self) -> None:
+        """Count a batch that nothing is trained on."""
+        self._steps.skip()
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and random state so that `load` continues bit for bit."""
         self._steps.save(folder)

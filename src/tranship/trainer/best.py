@@ -42,28 +42,32 @@ def check_best_metric(config: Config, sources: Collection[str]) -> None:
         raise _unknown(metric, known, " (score_greedy needs validation.greedy)" if metric == "score_greedy" else "")
 
 
-def make_best_keeper(run_dir: Path, checkpoint: CheckpointConfig) -> BestKeeper | None:
-    """The keeper of RUN/best as configured; None where no metric is named."""
+def make_best_keeper(run_dir: Path, checkpoint: CheckpointConfig, measured_on: str = "") -> BestKeeper | None:
+    """The keeper of RUN/best as configured; None where no metric is named. measured_on: see BestKeeper."""
     if checkpoint.best_metric is None:
         return None
-    return BestKeeper(run_dir, checkpoint.best_metric, checkpoint.best_mode)
+    return BestKeeper(run_dir, checkpoint.best_metric, checkpoint.best_mode, measured_on)
 
 
 class BestKeeper:
     """Keeps RUN/best. A run that goes on compares with the value that best.json has, if it is of the same metric and
-    mode, also where the steps after its checkpoint are done again: that model was there, and was measured."""
+    mode, also where the steps after its checkpoint are done again: that model was there, and was measured.
 
-    def __init__(self, run_dir: Path, metric: str, mode: Literal["max", "min"]) -> None:
+    measured_on: names prompts and settings of the validations; values that were measured on others are not compared.
+    """
+
+    def __init__(self, run_dir: Path, metric: str, mode: Literal["max", "min"], measured_on: str = "") -> None:
         self._folder = run_dir / "best"
         self._part = run_dir / ".best.part"
         self._old = run_dir / ".best.old"
         self._metric = metric
+        self._measured_on = measured_on
         self._mode = mode
         if self._old.exists() and not self._folder.exists():
             self._old.rename(self._folder)
         for leftover in (self._part, self._old):
             shutil.rmtree(leftover, ignore_errors=True)
-        self._best = _read(self._folder / "best.json", metric, mode)
+        self._best = _read(self._folder / "best.json", metric, mode, measured_on)
 
     @property
     def best(self) -> float | None:
@@ -80,6 +84,7 @@ class BestKeeper:
         if math.isnan(value) or (self._best is not None and not self._better(value, self._best)):
             return False
         facts = {"metric": self._metric, "mode": self._mode, "value": value, "step": step, "when": record.when}
+        facts["measured_on"] = self._measured_on
         try:
             shutil.rmtree(self._part, ignore_errors=True)
             export(str(self._part))
@@ -120,7 +125,7 @@ def _unknown(metric: str, known: list[str], why: str = "") -> UserError:
     return UserError(f"checkpoint.best_metric: {metric!r} is not measured{why}; use one of: {', '.join(known)}")
 
 
-def _read(path: Path, metric: str, mode: str) -> float | None:
+def _read(path: Path, metric: str, mode: str, measured_on: str) -> float | None:
     """The value that an earlier process left, if it can be compared."""
     try:
         facts: dict[str, Any] = json.loads(path.read_text())
@@ -129,7 +134,7 @@ def _read(path: Path, metric: str, mode: str) -> float | None:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): repair it, or move {path.parent} away") from error
     value = facts.get("value")
-    same = facts.get("metric") == metric and facts.get("mode") == mode
+    same = [facts.get(key) for key in ("metric", "mode", "measured_on")] == [metric, mode, measured_on]
     return float(value) if same and isinstance(value, int | float) else None
 
 

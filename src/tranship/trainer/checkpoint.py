@@ -36,7 +36,7 @@ class Cut:
 def write_cut(
     run_dir: Path, step: int, *, save: Callable[[Path], None], state: Mapping[str, Any], keep_last: int
 ) -> Path:
-    """Write checkpoint `step`, move the pointer to it, and delete all but the newest `keep_last`.
+    """Write checkpoint `step`, move the pointer to it, and delete all but `keep_last`: it and those before it.
 
     save(folder) writes the trainer's part. If the disk is full or a file cannot be written, what was begun is removed,
     the pointer stays, and RunError says which checkpoint is the last good one.
@@ -62,14 +62,17 @@ def write_cut(
         last = _pointer(root)
         kept = f"the last good checkpoint is {root / last}" if last else "there is no earlier checkpoint"
         raise RunError(f"checkpoint of step {step} could not be written to {root}: {error}; {kept}") from error
-    _prune(root, keep_last)
+    _prune(root, final.name, keep_last)
     return final
 
 
 def read_latest(run_dir: Path) -> Cut | None:
-    """The newest checkpoint, verified; None if there is none. UserError if it is damaged, naming the file."""
+    """The newest checkpoint, verified; None if there is none. UserError if it is damaged, naming the file.
+
+    Where the pointer to it is missing or empty (a kill between the two), it is the newest that is whole.
+    """
     root = run_dir / "checkpoints"
-    name = _pointer(root)
+    name = _pointer(root) or _newest_whole(root)
     if name is None:
         return None
     folder = root / name
@@ -112,19 +115,42 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+def _newest_whole(root: Path) -> str | None:
+    """The newest checkpoint that verifies; None if there are none at all. UserError if all of them are damaged."""
+    found = sorted((path.name for path in root.glob("step-*")), reverse=True)
+    for name in found:
+        try:
+            _verify(root / name)
+        except (OSError, ValueError):
+            continue
+        return name
+    if found:
+        raise UserError(
+            f"{root / 'latest'} names no checkpoint, and none of {', '.join(found)} is whole: start the run again in "
+            "another run.dir"
+        )
+    return None
+
+
 def _sync(folder: Path) -> None:
     for path in [*_files(folder), folder / "manifest.json", folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync_one(path)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _point_to(root: Path, name: str) -> None:
     temporary = root / "latest.part"
     _write_text(temporary, name)
+    _sync_one(temporary)
     temporary.replace(root / "latest")
+    _sync_one(root)
 
 
 def _pointer(root: Path) -> str | None:
@@ -134,6 +160,10 @@ def _pointer(root: Path) -> str | None:
         return None
 
 
-def _prune(root: Path, keep_last: int) -> None:
-    for folder in sorted(root.glob("step-*"))[:-keep_last]:
-        shutil.rmtree(folder, ignore_errors=True)
+def _prune(root: Path, newest: str, keep_last: int) -> None:
+    """Delete all but `newest` and those before it that are to be kept. Later ones are of a run that was given up."""
+    names = sorted(path.name for path in root.glob("step-*"))
+    kept = [name for name in names if name <= newest][-keep_last:]
+    for name in names:
+        if name not in kept:
+            shutil.rmtree(root / name, ignore_errors=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +14,43 @@ import numpy as np
 
 from tranship.config import Config
 from tranship.data.stream import make_stream
-from tranship.dock import DockClient
 from tranship.dock.messages import Kind
 from tranship.observe import Recorder, StepRecord, ValidationRecord, When
-from tranship.runtime import Handle
 from tranship.trainer.best import make_best_keeper
 from tranship.trainer.checkpoint import Cut, write_cut
 from tranship.trainer.columns import prompt_columns
 from tranship.trainer.preflight import Report
+from tranship.trainer.supervise import COMMAND_S, Supervisor
 from tranship.trainer.validation import Validation, mean_extra
 from tranship.types import RunError
 from tranship.worker.describe import unpack_tokens
-from tranship.worker.weights import WeightsReady
 
-# Longer than any update or transfer that a coordinator should wait for in silence.
-_COMMAND_S = 3600.0
+# Leases that are over are ended within this, or a quarter of their length.
+_EXPIRY_S = 1.0
 
 
 class Coordinator:
     """Decides everything that must be decided once. `tick` handles what has happened since the last one.
 
-    workers: the one that trains comes first; samplers: those of the others that only sample. A step's order is: record
-    it, cut if due, publish the weights, advance the dock, tell the samplers, validate if due, admit.
+    A step's order is: record it, cut if due, publish the weights, advance the dock, tell the samplers, validate if due,
+    admit.
     """
 
     def __init__(
         self,
         report: Report,
         run_dir: Path,
-        dock: DockClient,
-        workers: Sequence[Handle],
-        events: Callable[[], list[tuple[str, dict[str, Any]]]],
+        processes: Supervisor,
         recorder: Recorder,
         decode: Callable[[np.ndarray], str],
     ) -> None:
         self._config: Config = report.config
         self._run_dir = run_dir
-        self._dock = dock
-        self._workers = list(workers)
-        self._trainer = self._workers[0]
-        sampling = {plan.name for plan in report.workers[1:] if "rollout" in plan.stages}
-        self._samplers = [worker for worker in self._workers if worker.name in sampling]
+        self._processes = processes
+        self._dock = processes.dock
+        self._trainer = processes.trainer
+        self._num_workers = len(report.workers)
         self._samples = "train" in next(row.kinds for row in report.table if row.name == "rollout")
-        self._events = events
         self._recorder = recorder
         self._decode = decode
         self._stream = make_stream(report.train, self._config.data, self._config.run.seed)
@@ -63,15 +59,16 @@ class Coordinator:
         self._val_prompts = report.val.prompts if report.val else []
         self._groups: dict[int, dict[str, Any]] = {}
         self._replaced: list[dict[str, Any]] = []
-        self._best = make_best_keeper(run_dir, self._config.checkpoint)
+        self._best = make_best_keeper(run_dir, self._config.checkpoint, _measured_on(report))
         self._trained: deque[dict[str, Any]] = deque()
         self._validation: Validation | None = None
         self._invalid_steps = 0
         self._version = 0
-        self._ready: WeightsReady | None = None
         self._saved_version = -1
         self._step_start = time.monotonic()
         self._not_training_s = 0.0
+        self._expiry_s = min(_EXPIRY_S, self._config.dock.lease_s / 4)
+        self._next_expiry = 0.0
         self.done = False
 
     @property
@@ -84,27 +81,23 @@ class Coordinator:
         again: list[int] = []
         if cut is not None:
             state = cut.state
-            self._trainer.call("load", str(cut.folder), timeout_s=_COMMAND_S)
+            self._trainer.call("load", str(cut.folder), timeout_s=COMMAND_S)
             again = self._dock.restore(state["dock"])
             self._version = self._saved_version = state["version"]
             assert self._dock.version == self._version, (self._dock.version, self._version)
             self._stream.seek(state["position"])
             self._invalid_steps = state["invalid_steps"]
-        if self._samplers:
-            source = self._trainer.call("pieces", timeout_s=_COMMAND_S)
-            target = self._samplers[0].call("pieces", timeout_s=_COMMAND_S)
-            for worker in self._workers:
-                worker.call("connect_weights", source, target, timeout_s=_COMMAND_S)
-        self._publish(self._version)
-        self._announce()
+        self._processes.connect()
+        self._processes.publish(self._version)
+        self._processes.announce()
         self._profile(self._version + 1)
         self._dock.admit([self._admission(group_id) for group_id in again])
-        if cut is None and self._config.validation.before_training and self._val_prompts:
+        if cut is None and self._is_due("before"):
             self._validate("before")
         elif self._version == self._config.train.steps:
             self._end_training()
         else:
-            if cut is not None and self._validation_is_missing():
+            if self._is_due("during"):
                 self._validate("during")
             self._admit()
         self._step_start = time.monotonic()
@@ -112,6 +105,7 @@ class Coordinator:
     def tick(self) -> None:
         """Handle what workers have said, and go on with validation."""
         self._drain()
+        self._expire()
         if self._config.algorithm.dynamic_sampling and self._replaced and not self.done:
             self._check_refills()
             self._admit()
@@ -125,14 +119,14 @@ class Coordinator:
     def stop(self) -> Path | None:
         """Save the last completed step before the run ends early; returns the checkpoint (None: none is needed)."""
         # The answer comes between two steps of the trainer: what it has trained has been said by then.
-        self._trainer.call("batches_trained", timeout_s=_COMMAND_S)
+        self._trainer.call("batches_trained", timeout_s=COMMAND_S)
         self._drain()
         while self._trained:
             self._record(self._trained.popleft())
         return self._cut() if self._version > self._saved_version and self._version > 0 else None
 
     def _drain(self) -> None:
-        for _, event in self._events():
+        for _, event in self._processes.events():
             if event["kind"] == "group":
                 if self._config.algorithm.dynamic_sampling and event["outcome"] != "train":
                     self._replaced.append(event)
@@ -140,6 +134,12 @@ class Coordinator:
                     self._groups[event["group_id"]] = event
             elif event["kind"] == "trained":
                 self._trained.append(event)
+
+    def _expire(self) -> None:
+        """Have the dock end the leases that are over. Any message does; where nobody speaks, this one."""
+        if time.monotonic() >= self._next_expiry:
+            self._dock.status()
+            self._next_expiry = time.monotonic() + self._expiry_s
 
     def _finish_step(self, event: dict[str, Any]) -> None:
         self._record(event)
@@ -150,40 +150,41 @@ class Coordinator:
         validation = self._config.validation
         due = bool(validation.every_steps) and self._version % validation.every_steps == 0
         if self._samples or last or due:
-            self._publish(self._version)
+            self._processes.publish(self._version)
         self._dock.advance(self._version)
-        self._announce()
+        self._processes.announce()
         self._profile(self._version + 1)
         if last:
             self._end_training()
-        elif due and self._val_prompts:
-            self._validate("during")
-        if not last:
+        else:
+            if due and self._val_prompts:
+                self._validate("during")
             self._admit()
 
-    def _validation_is_missing(self) -> bool:
-        """Whether the run ended between a step's checkpoint and the validation that was due after it."""
-        every, last = self._config.validation.every_steps, self._recorder.validated("during")
-        due = bool(every) and self._version % every == 0 and bool(self._val_prompts)
-        return due and (last is None or last["step"] != self._version)
+    def _is_due(self, when: When) -> bool:
+        """Whether a validation belongs here and is not recorded: a run that goes on from a cut may have made it."""
+        validation = self._config.validation
+        wanted = {
+            "before": validation.before_training and self._version == 0,
+            "during": bool(validation.every_steps)
+            and self._version > 0
+            and self._version % validation.every_steps == 0,
+            "after": validation.after_training,
+        }
+        last = self._recorder.validated(when)
+        return wanted[when] and bool(self._val_prompts) and (last is None or last["step"] != self._version)
 
     def _end_training(self) -> None:
-        if self._config.validation.after_training and self._val_prompts:
+        if self._is_due("after"):
             self._validate("after")
+        elif not self._config.validation.after_training and self._is_due("during"):
+            self._validate("during")
         else:
             self.done = True
 
-    def _publish(self, version: int) -> None:
-        self._ready = self._trainer.call("publish_weights", version, timeout_s=_COMMAND_S)
-
     def _profile(self, step: int) -> None:
         if self._config.observe.profile_steps:
-            for worker in self._workers:
-                worker.call("profile_step", step, timeout_s=_COMMAND_S)
-
-    def _announce(self) -> None:
-        for sampler in self._samplers:
-            sampler.submit("announce_weights", self._ready)
+            self._processes.profile(step)
 
     def _admission(self, group_id: int) -> tuple[int, int, Kind, dict[str, Any]]:
         return group_id, self._config.group_size, "train", prompt_columns(self._stream.at(group_id))
@@ -211,8 +212,7 @@ class Coordinator:
         )
 
     def _validate(self, when: When) -> None:
-        for sampler in self._samplers:
-            sampler.call("fetch_weights", self._ready, timeout_s=_COMMAND_S)
+        self._processes.fetch()
         self._validation = Validation(
             self._dock,
             self._val_prompts,
@@ -224,7 +224,7 @@ class Coordinator:
 
     def _end_validation(self, record: ValidationRecord) -> None:
         assert self._validation is not None
-        self._timings()  # What validation took is no part of the next step.
+        self._processes.timings()  # What validation took is no part of the next step.
         self._recorder.validation(record)
         self._recorder.validation_samples(record.step, self._validation.samples())
         if self._best is not None and self._best.consider(record, record.step, self._export):
@@ -232,14 +232,14 @@ class Coordinator:
                 "best", {"step": record.step}, say=f"the best so far, kept as {self._run_dir / 'best'}"
             )
         self._validation = None
-        if record.when == "after":
+        if record.when == "after" or self._version == self._config.train.steps:
             self.done = True
         elif record.when == "before":
             self._admit()
         self._not_training_s += record.seconds
 
     def _export(self, folder: str) -> None:
-        self._trainer.call("export", folder, timeout_s=_COMMAND_S)
+        self._trainer.call("export", folder, timeout_s=COMMAND_S)
 
     def _cut(self) -> Path:
         start = time.monotonic()
@@ -254,7 +254,7 @@ class Coordinator:
         folder = write_cut(
             self._run_dir,
             self._version,
-            save=lambda path: self._trainer.call("save", str(path), timeout_s=_COMMAND_S),
+            save=lambda path: self._trainer.call("save", str(path), timeout_s=COMMAND_S),
             state=state,
             keep_last=self._config.checkpoint.keep_last,
         )
@@ -273,6 +273,7 @@ class Coordinator:
         samples = [unpack_tokens(sample) for group in groups for sample in group["samples"]]
         record = self._step_record(event, groups, samples, seconds, num_groups=len(event["groups"]) + len(replaced))
         self._recorder.step(record)
+        self._processes.batch_trained()
         self._recorder.samples(self._version, samples)
         if self._samples:
             self._check_rewards(samples)
@@ -286,7 +287,7 @@ class Coordinator:
         *,
         num_groups: int,
     ) -> StepRecord:
-        timings = self._timings()
+        timings = self._processes.timings()
         rss = int(timings.pop("rss_bytes", 0))
         dock_wait = timings.pop("dock", 0.0)
         outcomes = Counter(group["outcome"] for group in groups)
@@ -297,6 +298,7 @@ class Coordinator:
             num_groups=num_groups,
             num_groups_with_signal=outcomes["train"],
             rewards=np.array([_number(sample["score"]) for sample in samples]),
+            raw_rewards=np.array([_number(sample["raw"]) for sample in samples]),
             statuses=[sample["status"] for sample in samples],
             reasons=[sample["reason"] for sample in samples],
             finish_reasons=[sample["finish_reason"] for sample in samples],
@@ -306,7 +308,7 @@ class Coordinator:
             staleness=np.array(event["staleness"], dtype=np.int64),
             logprob_gap_max=train.pop("logprob_gap_max", None),
             logprob_gap_mean=train.pop("logprob_gap_mean", None),
-            tokens_generated=int(sum(sample["num_tokens"] for sample in samples)),
+            tokens_generated=sum(sample["num_written"] for sample in samples),
             seconds=seconds,
             timings_s=timings,
             train=train,
@@ -317,24 +319,26 @@ class Coordinator:
             data={**self._data_numbers, "position": float(self._stream.position), "epoch": float(self._stream.epoch)},
             dock_wait_s=dock_wait,
             rss_bytes=rss,
-            num_devices=len(self._workers),
+            num_devices=self._num_workers,
+            ledger=self._ledger(),
         )
 
-    def _timings(self) -> dict[str, float]:
-        """Busy seconds by stage over all workers, of what they did since they were asked last."""
-        total: defaultdict[str, float] = defaultdict(float)
-        for worker in self._workers:
-            for name, seconds in worker.call("timings", timeout_s=_COMMAND_S).items():
-                total[name] += seconds
-        return dict(total)
+    def _ledger(self) -> dict[str, float]:
+        """The dock's ledger as numbers by name; it has to balance (I1)."""
+        counts = self._dock.ledger_counts()
+        dropped = counts["dropped"]
+        ended = counts["trained"] + sum(dropped.values())
+        assert counts["admitted"] == ended + counts["in_flight"], f"the ledger does not balance: {counts}"
+        numbers = {name: float(counts[name]) for name in ("admitted", "trained", "in_flight")}
+        return numbers | {f"dropped/{reason}": float(count) for reason, count in dropped.items()}
 
     def _check_rewards(self, samples: list[dict[str, Any]]) -> None:
-        if any(sample["status"] != "invalid" for sample in samples):
+        if any(sample["status"] == "scored" for sample in samples):
             self._invalid_steps = 0
             return
         self._invalid_steps += 1
         if self._invalid_steps >= self._config.reward.max_invalid_steps:
-            reasons = Counter(sample["reason"] for sample in samples).most_common(3)
+            reasons = Counter(sample["reason"] or "masked" for sample in samples).most_common(3)
             said = "; ".join(f"{count} x {reason}" for reason, count in reasons) or "no sample was left"
             raise RunError(
                 f"no sample of {self._invalid_steps} steps in a row could be scored by "
@@ -369,6 +373,19 @@ def _rollout_means(samples: list[dict[str, Any]]) -> dict[str, float]:
             if isinstance(value, bool | int | float):
                 values[name].append(float(value))
     return {name: float(np.mean(numbers)) for name, numbers in sorted(values.items())}
+
+
+def _measured_on(report: Report) -> str:
+    """What the scores of two validations have in common where they may be compared."""
+    config = report.config
+    settings = {
+        "data": report.val.digest if report.val else "",
+        "validation": config.validation.model_dump(mode="json", include={"samples_per_prompt", "correct_score"}),
+        "rollout": config.rollout.model_dump(mode="json", exclude={"engine", "group_size", "max_running", "on_update"}),
+        "reward": config.reward.model_dump(mode="json", exclude={"num_workers", "timeout_s", "memory_mb"}),
+        "env": config.env.model_dump(mode="json"),
+    }
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _number(score: float | None) -> float:

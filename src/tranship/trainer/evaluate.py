@@ -104,7 +104,7 @@ def prepare(
     if config.data.val is None:
         raise UserError(f"{recipe} has no held-out prompts: set data.val.source (data.val.source=prompts.jsonl)")
     file = _out_file(out, model.run_dir)
-    report = preflight(evaluation_config(config, file.parent), checkpoints=False)
+    report = preflight(evaluation_config(config, file.parent), training=False)
     table = evaluation_table(config.reward.model)
     own_reward_model = config.reward.model.path is not None and config.reward.model.placement == "own"
     first, *others = place(config.placement, table, own_reward_model=own_reward_model)

@@ -31,6 +31,7 @@ from tranship.types import Prompt, UserError
 from tranship.worker import WorkerSpec
 
 _PROBE_TOKENS = 16
+_NO_RATIO = ("reinforce",)
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -88,6 +89,11 @@ class Report:
             + "; ".join(f"{plan.name} ({', '.join(plan.stages)})" for plan in self.workers)
             + f"; {self.num_threads} threads each on {self.device}",
         ]
+        if _is_biased(config):
+            lines.append(
+                f"note      loss {config.algorithm.loss} has no ratio: with a staleness bound above 0 its gradient is "
+                "biased, unless algorithm.correction is set"
+            )
         if self.system_prompt:
             lines.append(f"template  adds a system prompt of its own: {self.system_prompt!r}")
         for name, prompts in self.prompt_sets().items():
@@ -108,10 +114,10 @@ class Report:
         return [*self.train.prompts, *self.held_out()]
 
 
-def preflight(config: Config, *, checkpoints: bool = True) -> Report:
+def preflight(config: Config, *, training: bool = True) -> Report:
     """Check a configuration against this machine, the model and the data. Raises UserError at the first fault.
 
-    checkpoints: whether the run writes any, which needs room on the disk.
+    training: whether anything will be trained, which needs room for checkpoints, and samples that differ.
     """
     device = resolve_device(config.placement.device)
     table = stage_table(config.algorithm, config.reward.model)
@@ -153,14 +159,23 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Report:
         else None,
     )
     _check_context(report)
-    if checkpoints:
+    _check_stop_ids(config, tokenizer)
+    if training:
+        _check_temperature(config)
         _check_disk(config, model)
     _check_reward(config)
     return report
 
 
 def _probe_ids(prompts: Sequence[Prompt], count: int) -> tuple[int, ...]:
-    """`count` token ids of the first prompts, one after the other and again from the first: at least 2 are needed."""
+    """`count` token ids: the end of the first prompt, and where that is too short, prompts one after the other.
+
+    A prompt's beginning is mostly its template, whose tokens are improbable without what stands before them: there the
+    log-probs of bf16 are at their least exact.
+    """
+    first = prompts[0].token_ids.tolist()
+    if len(first) >= count:
+        return tuple(first[-count:])
     ids = itertools.chain.from_iterable(itertools.cycle([prompt.token_ids.tolist() for prompt in prompts]))
     return tuple(itertools.islice(ids, max(2, count)))
 
@@ -193,6 +208,9 @@ def _other_model(config: Config, path: str | None, model_dir: Path) -> Path | No
 
 def _threads(config: Config, num_workers: int, device: str) -> int:
     asked = config.placement.threads_per_process
+    if config.placement.ray_address is not None:
+        # The processes are spread over the cluster's nodes: Ray finds the cores.
+        return asked or 1
     if asked is not None:
         check_processes(num_workers, asked)
         return asked
@@ -207,6 +225,27 @@ def _check_reward_workers(config: Config) -> None:
             f"reward.num_workers {config.reward.num_workers} is more than {most} processes for {num_cores()} cores: "
             f"use reward.num_workers={num_cores()}"
         )
+
+
+def _is_biased(config: Config) -> bool:
+    """Whether samples of older policies are trained on as if they were of the current one."""
+    algorithm = config.algorithm
+    uncorrected = algorithm.loss in _NO_RATIO and algorithm.correction.name == "none"
+    return uncorrected and algorithm.flow == "policy" and config.dock.staleness > 0
+
+
+def _check_temperature(config: Config) -> None:
+    if config.rollout.temperature == 0 and config.algorithm.flow in ("policy", "ppo"):
+        raise UserError(
+            "rollout.temperature 0 gives every sample of a prompt the same response, so that there is nothing to learn "
+            "from: use temperature=1.0 (a greedy response of each held-out prompt is scored by validation.greedy)"
+        )
+
+
+def _check_stop_ids(config: Config, tokenizer: Any) -> None:
+    beyond = [token for token in config.rollout.stop_token_ids if token >= len(tokenizer)]
+    if beyond:
+        raise UserError(f"rollout.stop_token_ids {beyond[0]} is no token of the model, which has {len(tokenizer)}")
 
 
 def _env_prompts(config: Config, tokenizer: Any, model: ModelInfo) -> EnvPrompts:

@@ -39,6 +39,11 @@ def result_lines(run_dir: Path, summary: Mapping[str, Any]) -> list[str]:
         before, after = summary.get(f"{key}_before"), summary.get(f"{key}_after")
         if before is not None and after is not None:
             lines.append(f"held-out, {name}: {before:.1%} before, {after:.1%} after")
+    if summary["steps"] and not summary.get("steps_with_update", 1):
+        lines.append(
+            "nothing was learned: no step had a sample that tells more than another (see groups/* and samples/* in "
+            "metrics.jsonl), and the weights are as they were"
+        )
     seconds, speed = summary["train_seconds"], summary["tokens_per_s"]
     lines.append(f"{summary['steps']} steps in {seconds:.0f} s, {speed:.0f} generated tokens/s")
     lines += [f"{what:9} {run_dir / name}" for what, name in _LEFT.items() if (run_dir / name).exists()]

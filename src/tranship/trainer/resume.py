@@ -13,6 +13,7 @@ from tranship.types import UserError
 _FREE = (
     "run.dir",
     "run.resume",
+    "run.max_restarts",
     "run.export",
     "train.steps",
     "train.microbatch_tokens",
@@ -20,6 +21,8 @@ _FREE = (
     "data.val",
     "rollout.max_running",
     "env.num_workers",
+    "env.step_timeout_s",
+    "env.memory_bytes",
     "reward.num_workers",
     "reward.timeout_s",
     "reward.memory_mb",

@@ -11,14 +11,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tranship.observe import Recorder
-from tranship.runtime import Handle, Pending, ProcessDied, Runtime
+from tranship.runtime import CallTimeout, Handle, Pending, ProcessDied, Runtime
 from tranship.trainer.placement import WorkerPlan
 from tranship.trainer.preflight import Report
-from tranship.trainer.processes import start_processes, start_worker
+from tranship.trainer.processes import START_S, dock_client, start_dock, start_worker
 from tranship.types import RunError
 from tranship.worker.weights import WeightsReady
 
@@ -67,11 +68,43 @@ class Supervisor:
         self._runtime = runtime
         self._report = report
         self._recorder = recorder
-        self.dock, workers = start_processes(runtime, report, run_dir, attempt)
-        self.trainer = workers[0]
-        self._seats = [_Seat(plan, handle) for plan, handle in zip(report.workers[1:], workers[1:], strict=True)]
+        self._handles: list[Handle] = []
+        self._seats: list[_Seat] = []
         self._ends: tuple[Any, Any] | None = None
         self._ready: WeightsReady | None = None
+        self._place = run_dir, attempt
+
+    def start(self) -> None:
+        """Start the dock and the workers; returns when all of them are ready."""
+        starts = [partial(start_dock, self._runtime, self._report, *self._place)]
+        starts += [partial(start_worker, self._runtime, self._report, plan, plan.name) for plan in self._report.workers]
+        self._handles = [start() for start in starts]
+        for index, start in enumerate(starts):
+            self._await(index, start)
+        dock, self.trainer, *others = self._handles
+        self._seats = [_Seat(plan, handle) for plan, handle in zip(self._report.workers[1:], others, strict=True)]
+        self.dock = dock_client(dock, self._report)
+        self._recorder.event("processes", {"pids": {handle.name: handle.pid for handle in self._handles}})
+
+    def _await(self, index: int, start: Callable[[], Handle]) -> None:
+        """Wait for a process to be ready. One that dies before is started again, once: a cluster may have put it on a
+        node that was gone already."""
+        handle = self._handles[index]
+        try:
+            handle.wait_ready(START_S)
+        except ProcessDied as death:
+            _check_own(death, handle)
+            self._recorder.event("start_again", {"name": handle.name, "cause": str(death)}, say=f"{death}; once more")
+            handle.stop(timeout_s=0)
+            self._handles[index] = start()
+            self._handles[index].wait_ready(START_S)
+
+    def end(self) -> None:
+        """End every process, however it is, so that others can be started in their place."""
+        for handle in self._handles:
+            handle.stop(timeout_s=0)
+        # What they said last is about work that nobody goes on with.
+        self._runtime.events()
 
     # What happens
 
@@ -138,12 +171,12 @@ class Supervisor:
     def fetch(self) -> None:
         """Every sampler that serves uses the published version when this returns."""
         serving = [seat.handle for seat in self._seats if seat.samples and seat.joining is None]
-        for pending in [sampler.submit("fetch_weights", self._ready) for sampler in serving]:
+        for sampler, pending in [(sampler, sampler.submit("fetch_weights", self._ready)) for sampler in serving]:
             try:
                 pending.result(COMMAND_S)
-            except ProcessDied:
-                # The next poll tells of it; its successor begins with this version.
-                continue
+            except ProcessDied as death:
+                # Its successor begins with this version.
+                _check_own(death, sampler)
 
     def profile(self, step: int) -> None:
         """Step `step` begins."""
@@ -153,7 +186,7 @@ class Supervisor:
 
     def interrupt(self) -> None:
         """Begin no further work."""
-        for worker in (self.trainer, *(seat.handle for seat in self._seats)):
+        for worker in self._handles[1:]:
             worker.submit("interrupt")
 
     def timings(self) -> dict[str, float]:
@@ -167,15 +200,77 @@ class Supervisor:
         answers = [self.trainer.call("timings", timeout_s=COMMAND_S)]
         deadline = time.monotonic() + _TIMINGS_S
         for seat in self._seats:
-            if seat.asked is None or not _wait(seat.asked, deadline):
+            if seat.asked is None:
                 continue
             try:
-                answers.append(seat.asked.result(0))
-            except ProcessDied:
-                # The next poll tells of it.
-                pass
+                answers.append(seat.asked.result(max(0.0, deadline - time.monotonic())))
+            except CallTimeout:
+                continue
+            except ProcessDied as death:
+                _check_own(death, seat.handle)
             seat.asked = None
         for answer in answers:
             for name, seconds in answer.items():
                 total[name] += seconds
         return dict(total)
+
+    # Starting again
+
+    def _replace(self, death: ProcessDied) -> None:
+        """Give the seat of a dead worker to a new process; the death itself, if it had none."""
+        seat = next((seat for seat in self._seats if seat.handle.name == death.name), None)
+        if seat is None:
+            raise death
+        limit = self._report.config.run.max_restarts
+        if seat.fruitless >= limit:
+            raise RunError(
+                f"{death}; it was started again {seat.fruitless} times since a batch was trained last "
+                f"(run.max_restarts {limit})"
+            ) from death
+        seat.handle.stop(timeout_s=0)
+        self._handles.remove(seat.handle)
+        self.dock.retire(seat.handle.name)
+        seat.predecessor, seat.since, seat.asked = seat.handle.name, time.monotonic(), None
+        name = f"{seat.plan.name}.{seat.starts}"
+        values = {"name": death.name, "pid": death.pid, "cause": str(death), "successor": name}
+        said = f"{death}; what it had in hand goes to others, and it is started again as {name}"
+        self._recorder.event("worker_died", values, say=said)
+        seat.starts += 1
+        seat.fruitless += 1
+        seat.handle = start_worker(self._runtime, self._report, seat.plan, name)
+        self._handles.append(seat.handle)
+        # Answered when it has been built.
+        seat.joining, seat.steps = seat.handle.submit("timings"), []
+        if seat.samples:
+            ends = self._ends
+            assert ends is not None, "samplers are replaced after they were connected"
+            seat.steps.append(lambda: seat.handle.submit("connect_weights", *ends))
+            seat.steps.append(lambda: seat.handle.submit("fetch_weights", self._ready))
+
+    def _join(self, seat: _Seat) -> None:
+        """Take a successor through what it needs before it serves."""
+        while seat.joining is not None and seat.joining.done():
+            try:
+                seat.joining.result(COMMAND_S)
+            except ProcessDied as death:
+                _check_own(death, seat.handle)
+                return
+            seat.joining = seat.steps.pop(0)() if seat.steps else None
+            if seat.joining is None:
+                self._serve(seat)
+
+    def _serve(self, seat: _Seat) -> None:
+        # Again, since a last message of the dead process may have come after it was retired.
+        self.dock.retire(seat.predecessor)
+        if seat.samples:
+            seat.handle.submit("announce_weights", self._ready)
+        seconds = round(time.monotonic() - seat.since, 3)
+        said = f"{seat.handle.name} serves in the place of {seat.predecessor}, after {seconds:.1f} s"
+        values = {"name": seat.handle.name, "pid": seat.handle.pid, "after_s": seconds}
+        self._recorder.event("worker_replaced", values, say=said)
+
+
+def _check_own(death: ProcessDied, worker: Handle) -> None:
+    """Raise a death unless it is that of `worker` itself, of which the runtime's next poll tells."""
+    if death.name != worker.name:
+        raise death

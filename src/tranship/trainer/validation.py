@@ -15,7 +15,7 @@ from tranship.dock import DockClient
 from tranship.observe import ValidationRecord, When
 from tranship.observe.scores import PromptScores, by_source, statistics, why_no_majority
 from tranship.trainer.columns import prompt_columns
-from tranship.types import Prompt
+from tranship.types import Prompt, reason_class
 from tranship.worker.describe import sample_record
 
 # The further entries of a reward's dict that hold what it read out of the response: the first one counts. Where a
@@ -111,7 +111,7 @@ class Validation:
             scores={source: found[mean].value for source, found in sources.items() if mean in found},
             extra=mean_extra(sampled),
             extra_greedy=mean_extra(greedy),
-            invalid=dict(Counter(r["reason"] for r in everything if r["status"] == "invalid")),
+            invalid=dict(Counter(reason_class(r["reason"]) for r in everything if r["status"] == "invalid")),
             masked=sum(r["status"] == "masked" and _held_out_score(r) is None for r in everything),
             statistics=overall,
             statistics_greedy=overall_greedy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tranship.lookup import resolve
@@ -12,8 +13,9 @@ from tranship.types import Sampling, UserError
 from tranship.worker.spec import WorkerSpec
 
 
-def build_rollout_engine(spec: WorkerSpec) -> RolloutEngine:
-    """An engine without weights yet. UserError if it cannot do what the configuration asks for."""
+def build_rollout_engine(spec: WorkerSpec, decode: Callable[[Sequence[int]], str]) -> RolloutEngine:
+    """An engine without weights yet. decode: token ids to text, for stop strings. UserError if it cannot do what the
+    configuration asks for."""
     rollout, run = spec.config.rollout, spec.config.run
     engine_class = resolve(rollout.engine, ROLLOUT_ENGINES, "rollout.engine")
     engine: RolloutEngine = engine_class(
@@ -26,6 +28,7 @@ def build_rollout_engine(spec: WorkerSpec) -> RolloutEngine:
         deterministic=run.deterministic,
         eos_token_ids=spec.eos_token_ids,
         ignore_eos=rollout.ignore_eos,
+        decode=decode,
     )
     if run.deterministic and not engine.capabilities.deterministic:
         raise UserError(
@@ -42,7 +45,7 @@ def build_train_engine(spec: WorkerSpec) -> TrainEngine:
     return engine_class(
         Path(spec.model_dir),
         config=config.train,
-        temperature=config.rollout.temperature or 1.0,
+        temperature=config.train_temperature,
         max_response_tokens=config.rollout.max_response_tokens,
         num_steps=config.train.steps,
         device=spec.device,
@@ -90,4 +93,5 @@ def build_sampling(spec: WorkerSpec) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         stop_token_ids=rollout.stop_token_ids,
+        stop_strings=rollout.stop_strings,
     )

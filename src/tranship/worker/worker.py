@@ -4,6 +4,7 @@ between two steps. It decides nothing."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ class Worker:
         has_weights = "train" in spec.stages or WEIGHTS in spec.stages
         self._trainer: TrainEngine | None = build_train_engine(spec) if has_weights else None
         self._critic: CriticEngine | None = build_critic_engine(spec) if "value" in spec.stages else None
-        self._sampler: RolloutEngine | None = build_rollout_engine(spec) if "rollout" in spec.stages else None
+        self._sampler: RolloutEngine | None = (
+            build_rollout_engine(spec, self._text_of) if "rollout" in spec.stages else None
+        )
         self._local: LocalWeights | None = None
         self._published: PublishedWeights | None = None
         self._fetched: FetchedWeights | None = None
@@ -185,10 +188,13 @@ class Worker:
     def _probe(self) -> Probe:
         rollout = self._spec.config.rollout
         bf16 = "bf16" in (rollout.dtype, self._spec.config.train.precision)
-        return Probe(self._spec.probe_ids, rollout.temperature or 1.0, "bf16" if bf16 else "fp32")
+        return Probe(self._spec.probe_ids, self._spec.config.train_temperature, "bf16" if bf16 else "fp32")
 
     def _update_weights(self) -> bool:
         return self._fetched is not None and self._fetched.update()
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        return decode_response(self._tokenizer, np.asarray(token_ids, dtype=np.int64))
 
     def _decode(self, token_ids: np.ndarray) -> str:
         return decode_response(self._tokenizer, token_ids)
@@ -287,7 +293,9 @@ class Worker:
             self._dock,
             compute,
             kinds=row.kinds,
-            max_groups=self._spec.config.groups_per_step,
+            # One group at a time: which groups are ready together depends on the placement, and a row's last bits on
+            # what it is packed with.
+            max_groups=1 if self._spec.config.run.deterministic else self._spec.config.groups_per_step,
             watch=self._watch,
         )
 

@@ -219,7 +219,7 @@ JSON = st.recursive(
     text=TRICKY,
     args=st.dictionaries(TRICKY, JSON, max_size=3),
     rate=st.floats(min_value=1e-30, max_value=1e6),
-    stops=st.lists(st.integers(), max_size=4),
+    stops=st.lists(st.integers(min_value=0), max_size=4),
 )
 def test_dump_gives_back_the_same_configuration(text: str, args: dict, rate: float, stops: list[int]) -> None:
     config = loads(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tranship.dock import Bfloat16, Dock, DockClient, StageNeeds
-from tranship.dock.buffers import Buffers
+from tranship.dock import Bfloat16, Buffers, Dock, DockClient, Ragged, StageNeeds
 from tranship.types import SampleId
 
 STAGES = (
@@ -60,7 +61,7 @@ def puts(draw):
     if draw(st.booleans()):
         rows = draw(st.permutations(rows))
     cuts = sorted(draw(st.sets(st.integers(1, len(rows)), max_size=4)) | {0, len(rows)})
-    return num_groups, size, [list(rows[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return num_groups, size, [list(rows[a:b]) for a, b in pairwise(cuts)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -176,4 +177,37 @@ def test_routing_replay_of_a_mixture_of_experts_comes_back():
     assert packed.values.nbytes == sum(lengths) * 48 * 8
     for place, wanted in enumerate(routing):
         np.testing.assert_array_equal(packed[place], wanted)
+    dock.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.booleans())
+def test_what_was_read_packed_can_be_put_as_it_is(lengths, is_bfloat16):
+    dock, client = make()
+    rows = [SampleId(0, index) for index in range(len(lengths))]
+    client.admit([(0, len(rows), "val", {"prompt": prompt(1)}), (1, len(rows), "val", {"prompt": prompt(1)})])
+    arrays = [np.arange(2 * length, dtype=np.uint16).reshape(length, 2) for length in lengths]
+    client.put(rows, {"tokens": [Bfloat16(array) for array in arrays] if is_bfloat16 else arrays})
+    batch = client.take_rows("rows", max_rows=len(rows))
+    assert batch is not None
+    packed = batch.packed(("tokens",), Buffers())["tokens"]
+    client.put([SampleId(1, row.sample_index) for row in rows], {"tokens": packed})
+    again = client.take_rows("rows", max_rows=len(rows))
+    assert again is not None
+    for value, array in zip(again["tokens"], arrays, strict=True):
+        np.testing.assert_array_equal(value.bits if is_bfloat16 else value, array)
+    dock.close()
+
+
+@pytest.mark.parametrize(
+    ("ends", "shapes"),
+    [([0, 2], [[2]]), ([1, 4], [[3]]), ([0, 1, 4], [[2], [2]]), ([0, 4], [[2]])],
+)
+def test_rows_that_do_not_follow_each_other_are_refused(ends, shapes):
+    dock, client = make()
+    size = len(shapes)
+    client.admit([(0, size, "val", {"prompt": prompt(1)})])
+    ragged = Ragged(np.arange(4), np.array(ends), np.array(shapes))
+    with pytest.raises(ValueError, match="do not follow each other"):
+        client.put([SampleId(0, index) for index in range(size)], {"tokens": ragged})
     dock.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -13,8 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tranship.dock import Batch, Dock, DockClient, StageNeeds, StaleLease
+from tranship.dock import Batch, Dock, DockClient, StageNeeds, StaleLease, durable
+from tranship.dock.durable import DurableDock
+from tranship.dock.journal import Journal
 from tranship.dock.service import DockService
+from tranship.dock.wire import bind, decode_reply, decode_request, encode_request
 from tranship.types import SampleId
 
 LEASE_S = 10.0
@@ -63,29 +67,25 @@ class History:
     """Readers that hold leases for as long as they like, forget some of them, and come back with old ones.
 
     folder: the client reaches the dock through a service at a socket there (None: by a call in this process).
+    crashes: the dock is a durable one, which is killed now and then and taken over by a successor.
     """
 
-    def __init__(self, setup: Setup, folder: Path | None = None) -> None:
+    def __init__(self, setup: Setup, folder: Path | None = None, *, crashes: bool = False) -> None:
         self.setup = setup
         self.now = 0.0
         self.ordered = setup.ordered or setup.staleness == 0
-        self.dock = Dock(
-            STAGES,
-            run_id="history",
-            batch_groups=setup.batch,
-            staleness=setup.staleness,
-            on_stale=setup.on_stale,
-            lease_s=LEASE_S,
-            slab_bytes=2048,
-            capacity_bytes=1 << 20,
-            shared=folder is not None,
-            ordered=setup.ordered,
-            refill=setup.refill,
-            clock=lambda: self.now,
-            root=folder,
-        )
+        self.folder = folder
         self.service: DockService | None = None
-        if folder is None:
+        self.durable: DurableDock | None = None
+        self.tickets = 0
+        if crashes:
+            self.durable = DurableDock(self.make_dock, now=lambda: self.now)
+            self.dock = self.durable.dock
+        else:
+            self.dock = self.make_dock(lambda: self.now, None)
+        if crashes:
+            self.client = DockClient(self.say_to_durable, "reader", wait_s=0)
+        elif folder is None:
             self.client = DockClient(
                 lambda method, *args, **kwargs: getattr(self.dock, method)(*args, **kwargs), "reader", wait_s=0
             )
@@ -103,6 +103,55 @@ class History:
         self.happened: Counter[str] = Counter()
         self.consumed = 0
         self.seq = 0
+
+    def make_dock(self, clock: Callable[[], float], adopt: Path | None) -> Dock:
+        setup = self.setup
+        return Dock(
+            STAGES,
+            run_id="history",
+            batch_groups=setup.batch,
+            staleness=setup.staleness,
+            on_stale=setup.on_stale,
+            lease_s=LEASE_S,
+            slab_bytes=2048,
+            capacity_bytes=1 << 20,
+            shared=self.folder is not None,
+            ordered=setup.ordered,
+            refill=setup.refill,
+            clock=clock,
+            root=self.folder,
+            adopt=adopt,
+            prefault=2,
+        )
+
+    def say_to_durable(self, method: str, *args, **kwargs):
+        """A message as it would come over a socket, said twice: the second time it is answered as the first."""
+        assert self.durable is not None
+        self.tickets += 1
+        body = encode_request(method, bind(method, args, kwargs), 0.0, self.tickets)
+        replies = [self.durable.run("reader", self.tickets, decode_request(body), body, waiting=False) for _ in (1, 2)]
+        assert replies[0] == replies[1] or method in ("status", "num_admissible")
+        return decode_reply(method, replies[0])
+
+    def crash(self, amount: int, choice: int) -> None:
+        """The dock's process is killed, and a successor takes over; now and then the last entry was being written."""
+        assert self.durable is not None
+        before = (self.dock.snapshot(), self.dock.seq, self.dock.memory_use(), dict(self.dock._flow.leases._leases))
+        folder = self.dock.warehouse._folder
+        assert folder is not None
+        if amount % 2:
+            with (folder.path / "journal").open("ab") as journal:
+                journal.write(bytes(range(choice * 3)))
+        os.close(folder._lock)
+        self.durable.close()
+        self.durable = DurableDock(self.make_dock, folder.path, now=lambda: self.now)
+        self.dock = self.durable.dock
+        leases = self.dock._flow.leases._leases
+        after = (self.dock.snapshot(), self.dock.seq, self.dock.memory_use())
+        assert after == before[:3]
+        assert {i: list(one.keys) for i, one in leases.items()} == {i: list(one.keys) for i, one in before[3].items()}
+        assert all(lease.deadline == self.now + LEASE_S for lease in leases.values())
+        self.happened["crashed"] += 1
 
     def step(self, action: str, amount: int, choice: int) -> None:
         getattr(self, action)(amount, choice)
@@ -250,7 +299,7 @@ class History:
 
     def pass_time(self, amount: int, choice: int) -> None:
         self.now += 1.0 + 2 * amount
-        for lease in self.dock.expire():
+        for lease in self.dock.expire() if self.durable is None else self.say_to_durable("expire"):
             self.happened["expired"] += 1
             for batches in self.held.values():
                 for batch in [batch for batch in batches if batch.lease == lease.lease]:
@@ -339,7 +388,7 @@ class History:
             assert self.consumed > before, f"the run stands still at version {self.dock.version}: {self.dock.ledger}"
             self.check()
         assert self.dock.ledger.in_flight == 0
-        assert all(slab.live == 0 for slab in self.dock._warehouse._slabs.values())
+        assert all(slab.live == 0 for slab in self.dock.warehouse._slabs.values())
         assert len(self.dock._flow.leases) == 0
         self.close()
 
@@ -401,3 +450,24 @@ def test_a_history_goes_the_same_way_through_a_service(tmp_path, staleness, on_s
             history.end()
         assert ended[0] == ended[1]
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("refill", [False, True])
+@pytest.mark.parametrize(("staleness", "on_stale"), [(0, "finish_first"), (1, "finish_first"), (2, "discard")])
+def test_a_history_goes_on_when_the_dock_is_killed(tmp_path, monkeypatch, staleness, on_stale, refill):
+    monkeypatch.setattr(durable, "_COMPACT_BYTES", 4096)
+    again = []
+    start_again = Journal.start_again
+    monkeypatch.setattr(Journal, "start_again", lambda *args: (again.append(1), start_again(*args)))
+    happened: Counter[str] = Counter()
+    weights = WEIGHTS | {"crash": 2}
+    for seed in range(4):
+        draw = random.Random(seed)
+        history = History(Setup(2, staleness, 2, False, on_stale, refill), tmp_path, crashes=True)
+        for action in draw.choices(list(weights), list(weights.values()), k=200):
+            history.step(action, draw.randint(0, 7), draw.randint(0, 7))
+        happened += history.happened
+        history.end()
+        assert list(tmp_path.iterdir()) == []
+    assert min(happened[what] for what in ("trained", "expired", "refused", "crashed")) >= 5
+    assert again

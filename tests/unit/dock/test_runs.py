@@ -15,7 +15,7 @@ from tranship.dock.frames import ConnectionLost, connect
 from tranship.dock.messages import BlockRef
 from tranship.dock.reader import Run
 from tranship.dock.remote import RemoteReader
-from tranship.dock.runs import COUNT, RUN, RunServer
+from tranship.dock.runs import COUNT, PUT, RUN, RunServer
 from tranship.dock.slab import PAYLOAD_AT, map_file
 from tranship.types import SampleId
 
@@ -95,7 +95,7 @@ def test_a_recycled_slab_is_an_error_at_every_step(rig):
 
 
 def test_bytes_that_were_overwritten_on_their_way_are_not_handed_on(rig, monkeypatch):
-    """The slab is recycled, and written by somebody else, after the bytes were asked for and before they are believed."""
+    """The slab is recycled after the bytes were asked for, and before they are believed."""
     ref = rig.write([np.arange(60000, dtype=np.int32)])
     reader = rig.reader()
     at, nbytes = reader.heads([ref])[0].column("x").span(0, 1)
@@ -135,6 +135,31 @@ def test_a_server_that_is_gone_is_named(rig):
 def test_a_stranger_gets_nothing(rig):
     with pytest.raises(ConnectionLost):
         RemoteReader(rig.server.address, b"another secret, as long")
+
+
+def test_a_block_is_sent_to_its_place(rig):
+    block = pack([SampleId(0, i) for i in range(3)], {"x": [np.arange(i) for i in range(3)]})
+    lease = rig.warehouse.lease_slab("far", 2 * block.nbytes)
+    made = bytearray(block.nbytes)
+    block.write_into(memoryview(made), generation=lease.generation)
+    writer, reader = rig.reader(), rig.reader()
+    for place in (0, 1):
+        ref = BlockRef(lease.slab, lease.generation, PAYLOAD_AT + place * block.nbytes, block.nbytes)
+        writer.write(ref, memoryview(made))
+        assert [value.tolist() for value in values_of(reader.open(ref))] == [[], [0], [0, 1]]
+    late = ref._replace(generation=ref.generation + 1)
+    with pytest.raises(StaleSlab):
+        writer.write(late, memoryview(made))
+    assert len(writer.open(ref).rows) == 3
+
+
+@pytest.mark.parametrize("at", [0, 1 << 19, 2**64 - 1])
+def test_a_block_goes_nowhere_but_into_its_slab(rig, at):
+    ref = rig.write([np.arange(10, dtype=np.int32)])
+    with connect(rig.server.address, SECRET, 5.0) as stream:
+        stream.sendall(COUNT.pack(*PUT) + RUN.pack(ref.slab, ref.generation, at, 64))
+        assert stream.recv(1) == b""
+    assert len(rig.reader().open(ref).rows) == 1
 
 
 def request(*runs: tuple[int, int, int, int]) -> bytes:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tranship.dock import Dock, DockClient, DockFull, StageNeeds, StaleLease
 from tranship.dock.frames import LENGTH, ConnectionLost, connect, receive_frame, send_frame
-from tranship.dock.link import DockLink
+from tranship.dock.link import DockLink, DockProxy
 from tranship.dock.service import DockService
 from tranship.types import SampleId, UserError
 
@@ -207,8 +207,8 @@ def test_a_service_of_another_run_is_told_apart(tmp_path):
     [
         b"",
         b"\xc1",
-        msgpack.packb(["close", {}, 0.0]),
-        msgpack.packb(["ack", {"lease": "x"}, 0.0]),
+        msgpack.packb(["close", {}, 0.0, 0]),
+        msgpack.packb(["ack", {"lease": "x"}, 0.0, 0]),
         os.urandom(1000),
     ],
 )
@@ -307,3 +307,51 @@ def test_addresses_and_secrets_that_cannot_be(tmp_path):
         DockService(None, [], secret=b"short")  # type: ignore[arg-type]
     with pytest.raises(ConnectionLost, match="no connection"):
         connect(f"unix:{tmp_path / 'nobody'}", SECRET, 1.0)
+
+
+def test_a_watcher_hears_of_every_change_and_of_the_end(service):
+    proxy = DockProxy(service.addresses[0], SECRET, "worker")
+    wakeup = threading.Event()
+    proxy.watch(wakeup)
+    assert proxy.call("status").seq == 0
+    client = client_of(service, "client")
+    seen = -1
+    for group_id in range(3):
+        admit(client, group_id)
+        while proxy.seen_seq < client.status().seq:
+            assert wakeup.wait(5.0)
+            wakeup.clear()
+        assert proxy.seen_seq > seen
+        seen = proxy.seen_seq
+    time.sleep(0.05)
+    wakeup.clear()
+    client.status()
+    assert not wakeup.wait(0.1)
+    service.close()
+    assert wakeup.wait(5.0)
+    with pytest.raises(ConnectionLost, match="is gone"):
+        _ = proxy.seen_seq
+
+
+def test_a_proxy_is_closed_under_its_watcher(service):
+    proxy = DockProxy(service.addresses[0], SECRET, "worker", reconnect_s=60.0)
+    wakeup = threading.Event()
+    proxy.watch(wakeup)
+    time.sleep(0.05)
+    wakeup.clear()
+    proxy.close()
+    assert wakeup.wait(5.0)
+    with pytest.raises(ConnectionLost):
+        proxy.call("status")
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(service):
+    kind, _, where = service.addresses[0].partition(":")
+    family = socket.AF_UNIX if kind == "unix" else socket.AF_INET
+    place = where if kind == "unix" else (where.rpartition(":")[0], int(where.rpartition(":")[2]))
+    strangers = [socket.socket(family, socket.SOCK_STREAM) for _ in range(200)]
+    for stranger in strangers:
+        stranger.connect(place)
+    client_of(service, "client").status()
+    for stranger in strangers:
+        stranger.close()

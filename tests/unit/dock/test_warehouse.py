@@ -6,7 +6,7 @@ import pytest
 
 from tranship.dock.errors import DockFull, StaleSlab
 from tranship.dock.messages import BlockRef
-from tranship.dock.shared_folder import SharedFolder, sweep
+from tranship.dock.shared_folder import SharedFolder, left_by, sweep
 from tranship.dock.slab import block_bytes, check_generation, map_file
 from tranship.dock.warehouse import Warehouse
 
@@ -196,3 +196,24 @@ def test_run_ids_of_any_text_name_a_folder(tmp_path):
     assert all(folder.path.parent == tmp_path for folder in folders)
     for folder in folders:
         folder.close()
+
+
+def test_slabs_made_at_the_start_serve_the_first_writers(tmp_path):
+    warehouse = Warehouse("test", SLAB, 3 * SLAB, True, root=tmp_path, prefault=5)
+    assert warehouse.use().held_bytes == 3 * SLAB
+    assert warehouse.use().busy_bytes == 0
+    assert {lease(warehouse, owner).slab for owner in "abc"} == {1, 2, 3}
+    assert warehouse.lease_slab("d", 100) is None
+    warehouse.close()
+
+
+def test_what_a_durable_dock_left_is_kept_for_its_successor_for_a_minute(tmp_path):
+    folder = tmp_path / "tranship-run-999999999"
+    folder.mkdir()
+    (folder / "lock").touch()
+    (folder / "journal").touch()
+    assert sweep(tmp_path) == []
+    assert left_by("run", tmp_path) == folder
+    os.utime(folder / "journal", (0, 0))
+    assert sweep(tmp_path) == [folder.name]
+    assert left_by("run", tmp_path) is None

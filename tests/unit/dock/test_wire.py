@@ -135,7 +135,7 @@ def test_a_place_comes_back():
 
 
 def plain_request(method, arguments, wait_s=0.0):
-    return msgpack.packb([method, arguments, wait_s])
+    return msgpack.packb([method, arguments, wait_s, 0])
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ methods = st.sampled_from(sorted(wire.METHODS))
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200) | plain.map(msgpack.packb) | st.tuples(methods, plain, plain).map(msgpack.packb))
+@given(st.binary(max_size=200) | plain.map(msgpack.packb) | st.tuples(methods, plain, plain, plain).map(msgpack.packb))
 def test_any_bytes_are_a_message_or_a_value_error(data):
     try:
         request = wire.decode_request(data)

@@ -113,7 +113,7 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path):
         check(folder, need_chat_template=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_tiny_models_of_every_family(tmp_path: Path, family: str, tied: bool):
     info = check(make_tiny(tmp_path, family, vocab_size=300, hidden=64, layers=1, tied=tied), need_chat_template=True)

@@ -123,6 +123,7 @@ def test_totals_add_up_over_a_restart(tmp_path: Path, step_record: MakeStep, val
     totals = again.totals()
     assert totals == {
         "steps": 3,
+        "steps_with_update": 0,
         "train_seconds": 12.0,
         "tokens_generated": 60,
         "tokens_per_s": 5.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import pytest
 import torch
@@ -60,7 +62,7 @@ class Lab:
 
     def reference(self, folder, prompt, response, temperature=1.0):
         """float32 log-probs of the response's tokens, from transformers in fp32."""
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = _plain_model(folder)
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
         with torch.no_grad():
             logprobs = torch.log_softmax(model(ids[None]).logits[0].float() / temperature, -1)
@@ -80,6 +82,37 @@ ENGINE_SETTINGS = {
 }
 
 
+_LATENT = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "num_key_value_heads": 6,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "routed_scaling_factor": 1.5,
+}
+_OWN_SIZES = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "deepseek_v2": _LATENT
+    | {
+        "q_lora_rank": None,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "deepseek_v3": _LATENT | {"q_lora_rank": 40, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+}
+
+
+@lru_cache(maxsize=4)
+def _plain_model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def _random_model(family, tied, weights_seed, config):
     sizes = {
         "vocab_size": VOCAB,
@@ -93,10 +126,16 @@ def _random_model(family, tied, weights_seed, config):
         "tie_word_embeddings": tied,
     }
     torch.manual_seed(weights_seed)
+    sizes |= _OWN_SIZES.get(family, {})
+    if family.startswith("deepseek"):
+        del sizes["head_dim"]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(sizes | config)))
     with torch.no_grad():
         for parameter in model.parameters():
             _ = parameter.normal_(0, 0.15) if parameter.ndim > 1 else parameter.normal_(1, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     return model.float()
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -76,7 +77,10 @@ def test_a_missing_ray_is_said_with_the_remedy(monkeypatch):
         ("localhost", "is not an address"),
     ],
 )
-def test_an_address_without_a_cluster_is_refused_at_once(address, words, short_folder):
+def test_an_address_without_a_cluster_is_refused_at_once(address, words, short_folder, monkeypatch):
+    # Others on this machine may have a cluster, which `auto` would join.
+    monkeypatch.setattr(ray_cluster.services, "find_gcs_addresses", set)
+    monkeypatch.setattr(ray_cluster.services, "find_bootstrap_address", lambda folder: None)
     began = time.monotonic()
     with pytest.raises(UserError, match=rf"placement.ray_address '{address}'.*{words}"):
         start_runtime("ray", RuntimeOptions(ray_address=address))
@@ -162,3 +166,12 @@ def test_processes_are_seen_as_they_are():
     assert not is_running(parent.pid)
     assert not any(is_running(pid) for pid in children)
     parent.wait()
+
+
+@pytest.mark.parametrize(("host", "is_local"), [("127.0.0.1", True), ("0.0.0.0", False)])
+def test_a_cluster_on_the_loopback_alone_is_told_from_one_of_the_network(monkeypatch, host, is_local):
+    monkeypatch.setattr(ray_cluster.ray.util, "get_node_ip_address", lambda: "127.0.0.2")
+    with socket.create_server((host, 0)) as server:
+        assert ray_cluster._is_local("127.0.0.1", server.getsockname()[1]) is is_local
+    with pytest.raises(OSError, match="refused"):
+        ray_cluster._is_local("127.0.0.1", 1)

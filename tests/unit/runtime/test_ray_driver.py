@@ -252,3 +252,32 @@ def test_ctrl_c_reaches_the_driver_alone_and_ends_everything(driver):
     assert output.split("\n")[:2] == ["interrupted steps -1 is negative: use at least 1", "ended"]
     assert process.returncode == 0
     assert not running(everyone)
+
+
+def test_a_call_to_a_stopped_process_ends_in_seconds_and_names_it(processes):
+    bomb = start(processes, "loop", "Bomb", fuse=-1)
+    other = start(processes, "loop", "Bomb", fuse=-1)
+    os.kill(bomb.pid, signal.SIGSTOP)
+    before = time.monotonic()
+    with pytest.raises(ProcessDied, match=rf"'{bomb.name}' \(pid {bomb.pid}\) is stopped"):
+        bomb.call("greet", timeout_s=LIMIT_S)
+    assert time.monotonic() - before < 20.0
+    assert other.call("greet", timeout_s=LIMIT_S) == "hello"
+    with pytest.raises(ProcessDied, match="is stopped"):
+        processes.poll(1.0)
+    processes.poll(0.1)
+    bomb.stop()
+    other.stop()
+
+
+def test_what_went_wrong_in_a_process_that_was_stopped_is_no_news(processes):
+    bomb = start(processes, "loop", "Bomb", fuse=-1)
+    other = start(processes, "loop", "Bomb", fuse=-1)
+    os.kill(bomb.pid, signal.SIGKILL)
+    with pytest.raises(ProcessDied):
+        bomb.call("greet", timeout_s=20)
+    with pytest.raises(CallTimeout):
+        other.call("sleep", 3, timeout_s=2.5)
+    bomb.stop()
+    poll_for(processes, 1.5)
+    other.stop()

@@ -22,8 +22,12 @@ class FakeEngine:
     def __init__(self, steps: int = 1, before: Callable[[], None] = lambda: None) -> None:
         self.batches: list[TrainBatch] = []
         self.applied = 0
+        self.skipped = 0
         self._steps = steps
         self._before = before
+
+    def skip(self) -> None:
+        self.skipped += 1
 
     def logprobs(self, prompts: Any, group_of: Any, responses: Any) -> list[np.ndarray]:
         return [np.full(len(ids), -2.0 - self.applied, dtype=np.float32) for ids in responses]
@@ -99,6 +103,17 @@ def test_whitening_is_over_the_unmasked_tokens_of_the_batch(rig: Callable[..., R
     assert kept == pytest.approx(np.array([-0.5, -0.5, -1.5, 2.5]) / np.std([1, 1, 0, 4], ddof=1), abs=1e-6)
 
 
+def test_a_window_without_signal_counts_for_the_schedule(rig: Callable[..., Rig]) -> None:
+    algorithm = AlgorithmConfig()
+    made = rig(algorithm, batch=1)
+    made.admit(0, 2)
+    made.client.drop([0], "filtered", None)
+    engine = FakeEngine()
+    assert stage_of(made, algorithm, engine).step()
+    assert (engine.applied, engine.skipped) == (0, 1)
+    assert made.events[0]["groups"] == [0]
+
+
 def ppo(rig: Callable[..., Rig], warmup: int, critic_engine: FakeEngine) -> tuple[Rig, AlgorithmConfig, Critic]:
     algorithm = AlgorithmConfig(name="ppo", critic=CriticConfig(warmup_steps=warmup))
     made = rig(algorithm, batch=1)
@@ -114,6 +129,7 @@ def test_the_critic_alone_is_trained_while_it_warms_up(rig: Callable[..., Rig]) 
         assert stage.step()
         made.client.advance(group_id + 1)
     assert (policy.applied, value.applied) == (1, 2)
+    assert (policy.skipped, value.skipped) == (1, 0), "the schedule goes on while the policy waits"
     assert value.batches[0].returns is not None
 
 

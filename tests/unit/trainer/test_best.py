@@ -33,6 +33,13 @@ def kept(run_dir: Path) -> str:
     return (run_dir / "best" / "model.safetensors").read_text()
 
 
+def test_values_measured_on_other_prompts_are_not_compared(tmp_path: Path) -> None:
+    assert BestKeeper(tmp_path, "score", "max", "one prompt").consider(record(0.7), 1, export("old"))
+    assert not BestKeeper(tmp_path, "score", "max", "one prompt").consider(record(0.6), 2, export("same"))
+    assert BestKeeper(tmp_path, "score", "max", "twenty prompts").consider(record(0.6), 2, export("new"))
+    assert kept(tmp_path) == "new"
+
+
 def test_only_a_better_value_replaces_the_model(tmp_path: Path) -> None:
     keeper = BestKeeper(tmp_path, "score", "max")
     values = [0.2, 0.2, 0.1, math.nan, 0.5]
@@ -40,6 +47,7 @@ def test_only_a_better_value_replaces_the_model(tmp_path: Path) -> None:
     assert kept_now == [True, False, False, False, True]
     assert kept(tmp_path) == "v4"
     facts = json.loads((tmp_path / "best" / "best.json").read_text())
+    assert facts.pop("measured_on") == ""
     assert facts == {"metric": "score", "mode": "max", "value": 0.5, "step": 4, "when": "during"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best"]
 

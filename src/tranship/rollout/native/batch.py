@@ -16,6 +16,7 @@ from tranship.rollout.native.requests import Group, PromptState, Sample
 from tranship.rollout.native.sampling import draw
 from tranship.rollout.native.shape import ModelShape
 from tranship.rollout.native.slots import Slots
+from tranship.rollout.native.stop_strings import Decode, text_ended
 from tranship.types import Response, SampleId
 
 PREFILL_TOKENS = 2048
@@ -36,12 +37,14 @@ class Batch:
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool,
+        decode: Decode | None = None,
     ) -> None:
         step = FIXED_COLUMNS if deterministic else None
         self._num_kv_heads = shape.num_kv_heads
         self._model = model
         self._device = device
         self._deterministic = deterministic
+        self._decode = decode
         self._prompts = Prompts(KvTable(shape, dtype, device, step))
         self._responses = KvTable(shape, dtype, device, step)
         self._sharing: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -109,7 +112,7 @@ class Batch:
             logits = self._model.logits(hidden[self._tensor(stops - 1)])
             for row, (group, stop) in enumerate(zip(chosen, stops, strict=True)):
                 tokens = slice(int(stop) - len(group.prompt_ids), int(stop))
-                stored = self._prompts.add([_by_head(layer[tokens]) for layer in kept])
+                stored = self._prompts.add([_by_head(layer[tokens], self._num_kv_heads) for layer in kept])
                 group.prompt = PromptState(stored, logits[row])
 
     def _hold_prompt(self, slot: int, row: PromptRow | None) -> None:
@@ -163,7 +166,7 @@ class Batch:
             for slot, chunk in zip(chosen, chunks, strict=True):
                 tokens = slice(at, at + len(chunk.token_ids))
                 for layer, kv in enumerate(kept):
-                    self._responses.write(layer, slot, _by_head(kv[tokens]))
+                    self._responses.write(layer, slot, _by_head(kv[tokens], self._num_kv_heads))
                 slots.cached[slot] = len(chunk.token_ids)
                 at = tokens.stop
 
@@ -205,7 +208,15 @@ class Batch:
         good = np.isfinite(logprobs)
         self._broken += [self.slots.names[slot] for slot in rows[~good]]
         self.slots.append(rows[good], tokens[good], logprobs[good], policy_version)
+        self._look_for_strings(rows[good])
         return rows[good]
+
+    def _look_for_strings(self, rows: np.ndarray) -> None:
+        slots = self.slots
+        for slot in rows[slots.has_strings[rows]]:
+            assert self._decode is not None, "stop strings without a tokenizer"
+            made = slots.tokens[slot, : slots.length[slot]]
+            slots.text_ended[slot] = text_ended(made, slots.groups[slot].stop_strings, self._decode)
 
     def drop_broken(self) -> list[SampleId]:
         """Forget the samples whose logits were not finite; returns their names."""
@@ -229,9 +240,9 @@ class Batch:
             self._responses.copy_row(moved, slot)
 
 
-def _by_head(kv_L2GD: torch.Tensor) -> torch.Tensor:
-    """[2, G, L, D] of keys and values that lie token by token."""
-    return kv_L2GD.unflatten(1, (2, -1)).permute(1, 2, 0, 3)
+def _by_head(kv_LSD: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[sides, G, L, D] of what the cache keeps, given token by token."""
+    return kv_LSD.unflatten(1, (-1, num_heads)).permute(1, 2, 0, 3)
 
 
 def _batches(sizes: Sequence[int], limit: int) -> list[list[int]]:

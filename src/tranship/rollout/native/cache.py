@@ -1,6 +1,7 @@
 """Keys and values: dense tables of rows, one for the prompts that running samples share, one for their responses.
 
-Letters: S rows, G key heads, T columns (tokens), D head_dim; the leading 2 is keys, then values.
+Letters: S rows, G key heads, T columns (tokens), D head_dim; the leading 2 is keys, then values (1 where one vector is
+both, as with latent attention).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class KvTable:
 
     def _lay_out(self, used: int, rows: int, room: int) -> None:
         """Change the table's size within its memory, or in more of it."""
-        size = (2, rows, self._shape.num_kv_heads, room, self._shape.head_dim)
+        size = (self._shape.kv_sides, rows, self._shape.num_kv_heads, room, self._shape.head_dim)
         kept = min(room, self._room)
         layers = []
         for index in range(self._shape.num_layers):
@@ -101,7 +102,7 @@ class KvTable:
         """
         if count not in self._views:
             both = [layer[:, :count, :, : self.columns].flatten(1, 2) for layer in self._layers]
-            self._views[count] = [(keys.transpose(1, 2), values) for keys, values in both]
+            self._views[count] = [(layer[0].transpose(1, 2), layer[-1]) for layer in both]
         return self._views[count]
 
     def row(self, layer: int, row: int, columns: int) -> torch.Tensor:
@@ -113,11 +114,11 @@ class KvTable:
         self._layers[layer][:, row, :, : kv_2GTD.shape[2]] = kv_2GTD
 
     def append_index(self, columns_N: torch.Tensor) -> torch.Tensor:
-        """int64 [N, 2 G]: the rows of `flat` where rows 0..N-1 keep the token of these columns."""
+        """int64 [N, sides x G]: the rows of `flat` where rows 0..N-1 keep the token of these columns."""
         heads = self._shape.num_kv_heads
         row_N = torch.arange(len(columns_N), device=self._device)
-        side_2 = torch.arange(2, device=self._device) * self._rows
-        row = (side_2[None, :, None] + row_N[:, None, None]) * heads + torch.arange(heads, device=self._device)
+        side = torch.arange(self._shape.kv_sides, device=self._device) * self._rows
+        row = (side[None, :, None] + row_N[:, None, None]) * heads + torch.arange(heads, device=self._device)
         return (row * self._room + columns_N[:, None, None]).flatten(1)
 
     def flat(self, layer: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tranship.rollout.native.batch import Batch
 from tranship.rollout.native.model import Chunk, Model
 from tranship.rollout.native.requests import Group, make_group
 from tranship.rollout.native.shape import read_shape
+from tranship.rollout.native.stop_strings import Decode
 from tranship.rollout.native.weights import Weights
 from tranship.types import Response, RunError, SampleId, UserError
 
@@ -41,12 +42,13 @@ def _exact_inference() -> Iterator[None]:
 
 
 class NativeEngine:
-    """Llama, Qwen2 and Qwen3 on one device. See `RolloutEngine` for what each method promises.
+    """Every family of `shape.SUPPORTED_FAMILIES` on one device. See `RolloutEngine` for what each method promises.
 
     model_dir: a Hugging Face folder, of which only config.json is read: weights come in through `pieces` and
     `storage`. max_tokens: the longest prompt and response together. on_update: "recompute" computes the cache of
     unfinished responses again with new weights, "keep" leaves it. deterministic: see `Capabilities`; an interrupted
     response then goes on, to the bit, as if it had never stopped. ignore_eos: every response runs to its cap.
+    decode: token ids to text, for stop strings; None: they are refused.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class NativeEngine:
         deterministic: bool,
         eos_token_ids: tuple[int, ...],
         ignore_eos: bool = False,
+        decode: Decode | None = None,
     ) -> None:
         self._device = torch.device(device)
         if deterministic:
@@ -70,6 +73,7 @@ class NativeEngine:
         self._recompute = on_update == "recompute"
         self._eos_token_ids = eos_token_ids
         self._ignore_eos = ignore_eos
+        self._decode = decode
         self.capabilities = Capabilities(deterministic=deterministic, partial_rollout=True)
         self._weights = Weights(self._shape, DTYPES[dtype], self._device)
         self._model = Model(self._shape, self._device, max_tokens, fixed_columns=deterministic)
@@ -81,6 +85,7 @@ class NativeEngine:
             dtype=DTYPES[dtype],
             device=self._device,
             deterministic=deterministic,
+            decode=decode,
         )
         self._queue: deque[Group] = deque()
         self._ended: list[Response] = []
@@ -103,7 +108,12 @@ class NativeEngine:
 
     def submit(self, request: GroupRequest) -> None:
         ends = () if self._ignore_eos else (*self._eos_token_ids, *request.sampling.stop_token_ids)
-        group, ended = make_group(request, vocab=self._shape.vocab, max_tokens=self._max_tokens, end_ids=ends)
+        strings = () if self._ignore_eos else request.sampling.stop_strings
+        if strings and self._decode is None:
+            raise UserError("sampling.stop_strings needs a rollout engine that was given a tokenizer's decode function")
+        group, ended = make_group(
+            request, vocab=self._shape.vocab, max_tokens=self._max_tokens, end_ids=ends, stop_strings=strings
+        )
         twice = self._names.intersection(request.samples)
         if twice:
             raise UserError(f"{min(twice)} is running already: abort it first, or give another attempt number")

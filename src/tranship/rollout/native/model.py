@@ -1,10 +1,7 @@
-"""The forward pass of a dense decoder: packed whole sequences (prefill, probe), or one token of each slot (decode).
+"""The forward pass of a decoder: packed whole sequences (prefill, probe), or one token of each slot (decode).
 
-Query and key heads are kept in an order in which the two halves that a rotary embedding turns lie side by side, so
-that turning is one complex product; dot products do not depend on the order.
-
-Letters: N tokens (packed) or rows (decode), H hidden, Q query heads, G key heads, R = Q / G, D head_dim, T columns,
-V vocabulary.
+Letters: N tokens (packed) or rows (decode), H hidden, Q query heads, G key heads, R = Q / G, D head_dim of the cache,
+S kept vectors of a token (keys and values of all key heads, or one latent), T columns, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,8 +13,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from tranship.rollout.native.attention import Attention, make_attention
 from tranship.rollout.native.cache import KvTable
-from tranship.rollout.native.linear import Linear, can_pack, make_linear
+from tranship.rollout.native.linear import Linear, make_linear
+from tranship.rollout.native.mlp import FeedForward, make_feed_forward
+from tranship.rollout.native.norm import RmsNorm
 from tranship.rollout.native.shape import ModelShape
 from tranship.rollout.native.weights import Weights
 
@@ -30,7 +30,7 @@ on how long the neighbours are."""
 class Chunk:
     """Consecutive tokens of one sequence: int32 [L], from position `start` on.
 
-    past: for each layer the keys and values [2, G, start, D] of what came before; None where start is 0.
+    past: for each layer the keys and values [sides, G, start, D] of what came before; None where start is 0.
     """
 
     token_ids: np.ndarray
@@ -56,26 +56,12 @@ class DecodeRows:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One decoder layer, ready for its kernels. A norm's weight is None where the next matrix holds it."""
-
-    attn_norm: torch.Tensor | None
-    qkv: Linear
-    qk_norm: torch.Tensor | None
-    o: Linear
-    mlp_norm: torch.Tensor | None
-    gate: Linear
-    up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True)
 class Prepared:
     """All weights, ready for their kernels."""
 
     embed: torch.Tensor
-    layers: tuple[Layer, ...]
-    norm: torch.Tensor
+    layers: tuple[tuple[Attention, FeedForward], ...]
+    norm: RmsNorm
     head: Linear
 
 
@@ -89,8 +75,7 @@ class Model:
         angles = torch.arange(max_tokens + 1, dtype=torch.float32)[:, None] * shape.rope_frequencies
         turns = torch.polar(torch.full_like(angles, shape.rope_scale), angles)
         self._turns = turns.to(device)[:, None]
-        self._scale = shape.head_dim**-0.5
-        self._eps = torch.full((1, 1), shape.norm_eps, device=device)
+        self._scale = shape.attention_scale
         self._prepared: Prepared | None = None
 
     def free(self) -> None:
@@ -108,56 +93,18 @@ class Model:
         What was packed before goes first: two packed copies at a time would be the engine's peak.
         """
         self.free()
+        shape = self._shape
         self._prepared = Prepared(
             embed=weights["embed"],
-            layers=tuple(self._prepare_layer(weights, f"layers.{index}") for index in range(self._shape.num_layers)),
-            norm=weights["norm"],
-            head=make_linear(weights["embed" if self._shape.tied else "lm_head"]),
+            layers=tuple(self._prepare_layer(weights, index) for index in range(shape.num_layers)),
+            norm=RmsNorm(weights["norm"], shape.norm_eps, self._device),
+            head=make_linear(weights["embed" if shape.tied else "lm_head"]),
         )
 
-    def _prepare_layer(self, weights: Weights, own: str) -> Layer:
-        mlp = self._shape.mlp
-        order = self._head_order()
-        rows = self._row_order(order)
-        attn_norm, qkv = self._fold(weights[f"{own}.attn_norm"], weights[f"{own}.qkv"])
-        mlp_norm, gate_up = self._fold(weights[f"{own}.mlp_norm"], weights[f"{own}.gate_up"])
-        qkv_bias, gate_up_bias = weights.get(f"{own}.qkv_bias"), weights.get(f"{own}.gate_up_bias")
-        return Layer(
-            attn_norm=attn_norm,
-            qkv=make_linear(qkv[rows], None if qkv_bias is None else qkv_bias[rows]),
-            qk_norm=self._head_norms(weights, own, order),
-            o=make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias")),
-            mlp_norm=mlp_norm,
-            gate=make_linear(gate_up[:mlp], None if gate_up_bias is None else gate_up_bias[:mlp]),
-            up=make_linear(gate_up[mlp:], None if gate_up_bias is None else gate_up_bias[mlp:]),
-            down=make_linear(weights[f"{own}.down"], weights.get(f"{own}.down_bias")),
-        )
-
-    def _fold(self, norm: torch.Tensor, weight_OI: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """A norm's weight and the matrix behind it: one matrix where that is exact enough (fp32) and copied anyway."""
-        if weight_OI.dtype != torch.float32 or not can_pack(weight_OI.dtype, self._device):
-            return norm, weight_OI
-        return None, weight_OI * norm
-
-    def _head_norms(self, weights: Weights, own: str, order: torch.Tensor) -> torch.Tensor | None:
-        """[Q + G, D]: the weights of the norms over each query and key head."""
-        q_norm, k_norm = weights.get(f"{own}.q_norm"), weights.get(f"{own}.k_norm")
-        if q_norm is None or k_norm is None:
-            return None
-        shape = self._shape
-        return torch.cat([q_norm[order].expand(shape.num_heads, -1), k_norm[order].expand(shape.num_kv_heads, -1)])
-
-    def _head_order(self) -> torch.Tensor:
-        """int64 [D]: element i of the first half, then element i of the second, and so on."""
-        return torch.arange(self._shape.head_dim, device=self._device).view(2, -1).t().flatten()
-
-    def _row_order(self, order: torch.Tensor) -> torch.Tensor:
-        """int64 [(Q + 2 G) D]: the rows of the fused projection, query and key heads reordered."""
-        shape = self._shape
-        turned = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-        starts = torch.arange(0, turned, shape.head_dim, device=self._device)
-        values = torch.arange(turned, turned + shape.num_kv_heads * shape.head_dim, device=self._device)
-        return torch.cat([(starts[:, None] + order).flatten(), values])
+    def _prepare_layer(self, weights: Weights, index: int) -> tuple[Attention, FeedForward]:
+        own = f"layers.{index}"
+        attention = make_attention(self._shape, weights, own, fixed=self._fixed_columns)
+        return attention, make_feed_forward(self._shape, weights, index)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """[N, V] of final hidden states."""
@@ -166,7 +113,7 @@ class Model:
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run several chunks, packed one after the other; no token sees another chunk.
 
-        Returns the final hidden states [N, H], and for each layer the keys and values [N, 2 G, D].
+        Returns the final hidden states [N, H], and for each layer what the cache keeps [N, S G, D].
         """
         tokens_N = torch.from_numpy(np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int64))
         positions = [np.arange(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
@@ -175,18 +122,18 @@ class Model:
         masks = [self._chunk_mask(chunk) for chunk in chunks]
         x_NH = functional.embedding(tokens_N.to(self._device), self._ready.embed)
         kept = []
-        for index, layer in enumerate(self._ready.layers):
-            q_NQD, kv_N2GD = self._project(layer, x_NH, turns_N * self._scale, turns_N)
-            kept.append(kv_N2GD)
+        for index, (attention, feed_forward) in enumerate(self._ready.layers):
+            q_NQD, kv_NSD = attention.project(x_NH, turns_N * self._scale, turns_N)
+            kept.append(kv_NSD)
             out = []
             at = 0
             for chunk, mask in zip(chunks, masks, strict=True):
                 tokens = slice(at, at + len(chunk.token_ids))
                 past = None if chunk.past is None else chunk.past[index]
-                out.append(self._attend_chunk(q_NQD[tokens], kv_N2GD[tokens], past, mask))
+                out.append(self._attend_chunk(q_NQD[tokens], kv_NSD[tokens], past, mask))
                 at = tokens.stop
-            x_NH = self._finish_layer(layer, x_NH, torch.cat(out) if len(out) > 1 else out[0])
-        return self._rms(x_NH, self._ready.norm), kept
+            x_NH = feed_forward(attention.finish(x_NH, torch.cat(out) if len(out) > 1 else out[0]))
+        return self._ready.norm(x_NH), kept
 
     def _chunk_mask(self, chunk: Chunk) -> torch.Tensor | None:
         if chunk.past is None:
@@ -196,12 +143,12 @@ class Model:
         return torch.ones(shape, dtype=torch.bool, device=self._device).tril_(chunk.start)
 
     def _attend_chunk(
-        self, q_LQD: torch.Tensor, kv_L2GD: torch.Tensor, past_2GTD: torch.Tensor | None, mask: torch.Tensor | None
+        self, q_LQD: torch.Tensor, kv_LSD: torch.Tensor, past_SGTD: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor:
         heads = self._shape.num_kv_heads
-        keys, values = kv_L2GD[:, :heads].transpose(0, 1), kv_L2GD[:, heads:].transpose(0, 1)
-        if past_2GTD is not None:
-            keys, values = torch.cat([past_2GTD[0], keys], 1), torch.cat([past_2GTD[1], values], 1)
+        keys, values = kv_LSD[:, :heads].transpose(0, 1), kv_LSD[:, -heads:].transpose(0, 1)
+        if past_SGTD is not None:
+            keys, values = torch.cat([past_SGTD[0], keys], 1), torch.cat([past_SGTD[-1], values], 1)
         out_1QLD = functional.scaled_dot_product_attention(
             q_LQD.transpose(0, 1)[None],
             keys[None],
@@ -224,11 +171,13 @@ class Model:
         mask_N1T = self._decode_mask(rows, prompts.columns, responses.columns)
         x_NH = functional.embedding(rows.token_N, self._ready.embed)
         shared, own = prompts.read(rows.num_prompts), responses.read(len(rows.token_N))
-        for number, layer in enumerate(self._ready.layers):
-            q_NQD, kv_N2GD = self._project(layer, x_NH, scaled_N, turns_N)
-            responses.flat(number).index_put_((index,), kv_N2GD)
-            x_NH = self._finish_layer(layer, x_NH, self._attend(q_NQD, shared[number], own[number], mask_N1T, rows))
-        return self._ready.head(self._rms(x_NH, self._ready.norm))
+        for number, (attention, feed_forward) in enumerate(self._ready.layers):
+            q_NQD, kv_NSD = attention.project(x_NH, scaled_N, turns_N)
+            responses.flat(number).index_put_((index,), kv_NSD)
+            x_NH = feed_forward(
+                attention.finish(x_NH, self._attend(q_NQD, shared[number], own[number], mask_N1T, rows))
+            )
+        return self._ready.head(self._ready.norm(x_NH))
 
     def _decode_mask(self, rows: DecodeRows, prompt_columns: int, response_columns: int) -> torch.Tensor:
         """[N, 1, P + T]: 0 for the row's own prompt and its response up to now, else -inf."""
@@ -269,39 +218,22 @@ class Model:
         """Batched q [., M, D] times keys [., D, T]."""
         if not self._fixed_columns:
             return torch.bmm(q, keys)
+        if len(q) == 1:
+            return self._scores(_twice(q), _twice(keys))[:1]
         return torch.cat([torch.bmm(q, block) for block in keys.split(FIXED_COLUMNS, 2)], 2)
 
     def _weigh(self, start: torch.Tensor | None, probs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Batched probs [., M, T] times values [., T, D], added to `start` in place."""
         if not self._fixed_columns:
             return torch.bmm(probs, values) if start is None else start.baddbmm_(probs, values)
+        if len(probs) == 1:
+            return self._weigh(None if start is None else _twice(start), _twice(probs), _twice(values))[:1]
         for part, block in zip(probs.split(FIXED_COLUMNS, 2), values.split(FIXED_COLUMNS, 1), strict=True):
             start = torch.bmm(part, block) if start is None else start.baddbmm_(part, block)
         assert start is not None, "no columns"
         return start
 
-    def _project(
-        self, layer: Layer, x_NH: torch.Tensor, q_turns: torch.Tensor, k_turns: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turned and scaled queries [N, Q, D]; turned keys, then values [N, 2 G, D]. Turning is done in fp32."""
-        queries, keys = self._shape.num_heads, self._shape.num_heads + self._shape.num_kv_heads
-        heads_NXD = layer.qkv(self._rms(x_NH, layer.attn_norm)).view(x_NH.shape[0], -1, self._shape.head_dim)
-        if layer.qk_norm is not None:
-            heads_NXD[:, :keys] = self._rms(heads_NXD[:, :keys], layer.qk_norm)
-        wide_NXD = heads_NXD.float()
-        pairs = torch.view_as_complex(wide_NXD.unflatten(-1, (-1, 2)))
-        q_NQD = torch.view_as_real(pairs[:, :queries] * q_turns).flatten(-2)
-        pairs[:, queries:keys].mul_(k_turns)
-        return q_NQD.to(x_NH.dtype), wide_NXD[:, queries:].to(x_NH.dtype)
 
-    def _finish_layer(self, layer: Layer, x_NH: torch.Tensor, attended_NX: torch.Tensor) -> torch.Tensor:
-        x_NH = layer.o.add(attended_NX, x_NH)
-        normed_NH = self._rms(x_NH, layer.mlp_norm)
-        return layer.down.add(layer.up.mul(normed_NH, layer.gate.silu(normed_NH)), x_NH)
-
-    def _rms(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """x over its root mean square (last dim, in fp32), times the weight if it is not in a matrix already."""
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = torch.addcmul(self._eps, size, size, value=1 / x.shape[-1]).rsqrt_()
-        out = torch.mul(x, scale, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
-        return out if weight is None else out.mul_(weight)
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    """A batch of one as two: the kernel for a single product is another one."""
+    return x.expand(2, -1, -1).contiguous()

@@ -43,16 +43,17 @@ class Group:
     prompt_ids: np.ndarray
     sampling: Sampling
     end_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
     waiting: deque[Sample] = field(default_factory=deque)
     prompt: PromptState | None = None
 
 
 def make_group(
-    request: GroupRequest, *, vocab: int, max_tokens: int, end_ids: tuple[int, ...]
+    request: GroupRequest, *, vocab: int, max_tokens: int, end_ids: tuple[int, ...], stop_strings: tuple[str, ...] = ()
 ) -> tuple[Group, list[Response]]:
     """The request's group, and the responses of partials that had ended already.
 
-    end_ids: the ids that end a response. Raises UserError for what cannot run, before anything is queued.
+    end_ids, stop_strings: what ends a response. Raises UserError for what cannot run, before anything is queued.
     """
     prompt_ids = np.ascontiguousarray(request.prompt_ids, dtype=np.int32)
     _check_prompt(prompt_ids, request, vocab, max_tokens)
@@ -62,7 +63,7 @@ def make_group(
             f"a request of {len(request.samples)} samples ({len(set(request.samples))} different) came with "
             f"{len(request.seeds)} seeds: give each sample once, with one seed"
         )
-    group = Group(prompt_ids, request.sampling, end_ids)
+    group = Group(prompt_ids, request.sampling, end_ids, stop_strings)
     ended = []
     for name, seed in zip(request.samples, request.seeds, strict=True):
         sample = _make_sample(name, seed, (request.partials or {}).get(name), vocab)
@@ -106,6 +107,8 @@ def _check_sampling(request: GroupRequest) -> None:
                 f"sampling.{name}={value} is out of range: max_response_tokens >= 1, temperature >= 0, "
                 "0 < top_p <= 1, top_k >= 0, 0 <= min_p < 1"
             )
+    if not all(sampling.stop_strings):
+        raise UserError("sampling.stop_strings has an empty string, which would end every response: leave it out")
 
 
 def _make_sample(name: SampleId, seed: int, partial: Response | None, vocab: int) -> Sample:

@@ -15,7 +15,7 @@ class Slots:
 
     prompts: where its prompt's keys and values lie, None where they are to be computed. length: tokens of the
     response so far. cached: how many of them have keys and values; the token that decoding reads next is
-    tokens[slot, cached].
+    tokens[slot, cached]. has_strings: whether its text may end it, text_ended: whether it has.
     """
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
@@ -33,6 +33,8 @@ class Slots:
         self.top_k = np.zeros(num_slots, np.int64)
         self.top_p = np.zeros(num_slots)
         self.min_p = np.zeros(num_slots)
+        self.has_strings = np.zeros(num_slots, bool)
+        self.text_ended = np.zeros(num_slots, bool)
         self.end_ids = np.full((num_slots, 1), -1, np.int64)
         self.tokens = np.zeros((num_slots, max_tokens), np.int32)
         self.logprobs = np.zeros((num_slots, max_tokens), np.float32)
@@ -53,6 +55,7 @@ class Slots:
         self.seed[slot] = sample.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[slot] = sampling.temperature
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = sampling.top_k, sampling.top_p, sampling.min_p
+        self.has_strings[slot], self.text_ended[slot] = bool(group.stop_strings), False
         self._set_ends(slot, group.end_ids)
         self.tokens[slot, :length] = sample.tokens
         self.logprobs[slot, :length] = sample.logprobs
@@ -97,8 +100,9 @@ class Slots:
         self.length[rows] = at + 1
 
     def ended(self, rows: np.ndarray) -> np.ndarray:
-        """Those of these slots (with at least one token) whose last token is an end, or that reached their cap."""
-        return rows[self._at_end(rows) | (self.length[rows] >= self.cap[rows])]
+        """Those of these slots (with at least one token) whose last token or text is an end, or that reached their
+        cap."""
+        return rows[self._at_end(rows) | self.text_ended[rows] | (self.length[rows] >= self.cap[rows])]
 
     def _at_end(self, rows: np.ndarray) -> np.ndarray:
         last = self.tokens[rows, self.length[rows] - 1]
@@ -106,7 +110,7 @@ class Slots:
 
     def reason(self, slot: int) -> FinishReason:
         """Why an ended slot ended: an end token on the last allowed place is "stop"."""
-        return "stop" if self._at_end(np.array([slot]))[0] else "length"
+        return "stop" if self.text_ended[slot] or self._at_end(np.array([slot]))[0] else "length"
 
     def response(self, slot: int, reason: FinishReason) -> Response:
         """A copy of what a slot has."""
@@ -127,7 +131,7 @@ class Slots:
                 array[slot, used] = array[last, used]
             for array in (self.prompt_length, self.cap, self.length, self.cached, self.seed, self.temperature):
                 array[slot] = array[last]
-            for array in (self.top_k, self.top_p, self.min_p, self.end_ids):
+            for array in (self.top_k, self.top_p, self.min_p, self.end_ids, self.has_strings, self.text_ended):
                 array[slot] = array[last]
         self.count = last
         return last

@@ -8,6 +8,8 @@ import pytest
 
 from tranship.types import SampleId, UserError
 
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+
 
 def gap(lab, folder, done, prompts, temperature=1.0):
     worst = 0.0
@@ -19,7 +21,7 @@ def gap(lab, folder, done, prompts, temperature=1.0):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_and_probed_logprobs_equal_a_plain_forward(lab, family, tied, deterministic):
     folder = lab.folder(family, tied)
     engine = lab.engine(folder, deterministic=deterministic)

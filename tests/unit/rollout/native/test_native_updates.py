@@ -9,9 +9,11 @@ from tranship.layouts.pieces import box_size
 from tranship.rollout.native import load_folder
 from tranship.types import RunError, SampleId, UserError
 
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_cover_each_logical_and_each_stored_element_once(lab, family, tied):
     folder = lab.folder(family, tied)
     engine = lab.engine(folder, load=False)
@@ -19,6 +21,7 @@ def test_pieces_cover_each_logical_and_each_stored_element_once(lab, family, tie
     logical, stored = {}, {}
     for piece in pieces:
         assert piece.dtype == "float32"
+        assert [b - a for a, b in piece.box] == [b - a for a, b in piece.storage_box[-len(piece.box) :]]
         assert box_size(piece.box) == box_size(piece.storage_box)
         count = logical.setdefault(piece.name, np.zeros(piece.shape, int))
         count[tuple(slice(*bounds) for bounds in piece.box)] += 1
@@ -100,10 +103,13 @@ def test_the_same_weights_in_flight_change_nothing_to_the_bit_when_deterministic
         assert np.array_equal(response.logprobs, calm[sample].logprobs)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_storage_reaches_the_output(lab, tied):
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [("qwen3", True), ("qwen3", False), ("qwen3_moe", False), ("deepseek_v2", True), ("deepseek_v3", False)],
+)
+def test_every_storage_reaches_the_output(lab, family, tied):
     """A flipped value anywhere must show: nothing reads a stale copy (a tied head, a packed matrix)."""
-    folder, sequence = lab.folder("qwen3", tied), lab.prompt(2, 30)
+    folder, sequence = lab.folder(family, tied), lab.prompt(2, 30)
     engine = lab.engine(folder)
     clean = engine.probe(sequence)
     for name in {piece.storage for piece in engine.pieces()}:

@@ -1,0 +1,145 @@
+"""The second half of a decoder layer: one gated mlp for every token, or routed experts.
+
+Letters: N tokens, H hidden, I width of an mlp, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from tranship.rollout.native.linear import make_linear
+from tranship.rollout.native.norm import RmsNorm, fold_norm
+from tranship.rollout.native.shape import ExpertShape, ModelShape
+from tranship.rollout.native.weights import Weights
+
+
+class FeedForward(Protocol):
+    """The second half of a layer."""
+
+    def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """x plus what the layer makes of it."""
+        ...
+
+
+class GatedMlp:
+    """down(silu(gate x) * up x), of gate_up [2 I, H] and down [H, I] with their biases."""
+
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
+        mlp = gate_up.shape[0] // 2
+        self._gate = make_linear(gate_up[:mlp], None if gate_up_bias is None else gate_up_bias[:mlp])
+        self._up = make_linear(gate_up[mlp:], None if gate_up_bias is None else gate_up_bias[mlp:])
+        self._down = make_linear(down, down_bias)
+
+    def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """[N, H]."""
+        return self._down(self._up.mul(x_NH, self._gate.silu(x_NH)))
+
+    def add(self, x_NH: torch.Tensor, other_NH: torch.Tensor) -> torch.Tensor:
+        """The same plus `other_NH`."""
+        return self._down.add(self._up.mul(x_NH, self._gate.silu(x_NH)), other_NH)
+
+
+class DenseMlp:
+    """One mlp for every token."""
+
+    def __init__(self, shape: ModelShape, weights: Weights, own: str) -> None:
+        norm, gate_up = fold_norm(weights[f"{own}.mlp_norm"], weights[f"{own}.gate_up"])
+        self._norm = RmsNorm(norm, shape.norm_eps, gate_up.device)
+        biases = weights.get(f"{own}.gate_up_bias"), weights.get(f"{own}.down_bias")
+        self._mlp = GatedMlp(gate_up, weights[f"{own}.down"], *biases)
+
+    def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
+        return self._mlp.add(self._norm(x_NH), x_NH)
+
+
+class ExpertMlp:
+    """Routed experts, and those that every token passes. Tokens are sorted by expert; each expert runs once.
+
+    What a token gets does not depend on the others: its experts' products are added in the order of its choice.
+    """
+
+    def __init__(self, shape: ModelShape, experts: ExpertShape, weights: Weights, own: str) -> None:
+        gate_up, down = weights[f"{own}.experts.gate_up"], weights[f"{own}.experts.down"]
+        self._norm = RmsNorm(weights[f"{own}.mlp_norm"], shape.norm_eps, gate_up.device)
+        self._router = Router(experts, weights[f"{own}.router"], weights.get(f"{own}.correction"))
+        self._experts = [GatedMlp(gate_up[index], down[index]) for index in range(experts.num_experts)]
+        self._shared = None
+        if experts.shared_mlp:
+            parts = (weights.get(f"{own}.shared.{name}") for name in ("gate_up_bias", "down_bias"))
+            self._shared = GatedMlp(weights[f"{own}.shared.gate_up"], weights[f"{own}.shared.down"], *parts)
+
+    def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
+        normed_NH = self._norm(x_NH)
+        chosen_NK, share_NK = self._router(normed_NH)
+        order = chosen_NK.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen_NK.flatten(), minlength=len(self._experts)).tolist()
+        inputs = normed_NH.index_select(0, order // chosen_NK.shape[1])
+        made = torch.empty_like(inputs)
+        at = 0
+        for expert, count in zip(self._experts, counts, strict=True):
+            if count:
+                made[order[at : at + count]] = expert(inputs[at : at + count])
+                at += count
+        made_NKH = made.view(*chosen_NK.shape, -1)
+        total_NH = torch.zeros(x_NH.shape, dtype=torch.float32, device=x_NH.device)
+        for place in range(chosen_NK.shape[1]):
+            total_NH.addcmul_(made_NKH[:, place].float(), share_NK[:, place, None])
+        out = x_NH + total_NH.to(x_NH.dtype)
+        return out if self._shared is None else self._shared.add(normed_NH, out)
+
+
+class Router:
+    """Which experts a token passes, and the share of each (Qwen3-MoE; DeepSeek-V2, section 2.1.3; DeepSeek-V3, Liu et
+    al. 2024, section 2.1.2, equations 13 to 16)."""
+
+    def __init__(self, experts: ExpertShape, weight_EH: torch.Tensor, correction_E: torch.Tensor | None) -> None:
+        self._kind = experts
+        self._dtype = weight_EH.dtype
+        self._product = make_linear(weight_EH)
+        self._correction_E = correction_E
+
+    def __call__(self, x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(experts int64 [N, K], shares float32 [N, K])."""
+        kind = self._kind
+        logits_NE = self._product(x_NH.to(self._dtype)).float()
+        scores_NE = torch.softmax(logits_NE, -1) if kind.scores == "softmax" else _sigmoid(logits_NE)
+        choice_NE = scores_NE if self._correction_E is None else scores_NE + self._correction_E
+        if kind.top_groups < kind.num_groups:
+            choice_NE = self._within_groups(choice_NE)
+        chosen_NK = choice_NE.topk(kind.top_k, -1).indices
+        share_NK = scores_NE.gather(1, chosen_NK)
+        if kind.normalised:
+            share_NK = share_NK / share_NK.sum(-1, keepdim=True)
+        return chosen_NK, share_NK * kind.scale
+
+    def _within_groups(self, choice_NE: torch.Tensor) -> torch.Tensor:
+        """The scores, with -inf for experts outside the best groups."""
+        kind = self._kind
+        grouped = choice_NE.unflatten(-1, (kind.num_groups, -1))
+        best = grouped.topk(kind.best_of, -1).values.sum(-1).topk(kind.top_groups, -1).indices
+        out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choice_NE.device).scatter_(1, best, False)
+        return grouped.masked_fill(out[..., None], float("-inf")).flatten(1)
+
+
+def _sigmoid(x_NE: torch.Tensor) -> torch.Tensor:
+    """The sigmoid of each element, the same to the bit for any N: the rest that does not fill a vector would be
+    computed by another function, so there is none."""
+    count = x_NE.shape[0]
+    return torch.sigmoid(functional.pad(x_NE, (0, 0, 0, -count % 64)))[:count]
+
+
+def make_feed_forward(shape: ModelShape, weights: Weights, index: int) -> FeedForward:
+    """The second half of layer `index`."""
+    own = f"layers.{index}"
+    if shape.experts is not None and index in shape.expert_layers:
+        return ExpertMlp(shape, shape.experts, weights, own)
+    return DenseMlp(shape, weights, own)

@@ -1,0 +1,284 @@
+"""Who is started again and how, who is not, and what a death does to those that wait for an answer."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tranship.runtime import CallTimeout, ProcessDied
+from tranship.trainer.placement import WorkerPlan
+from tranship.trainer.supervise import Supervisor
+from tranship.types import RunError, UserError
+
+PLANS = (
+    WorkerPlan("trainer", ("train", "advantage")),
+    WorkerPlan("sampler-0", ("reward", "rollout")),
+    WorkerPlan("sampler-1", ("reward", "rollout")),
+    WorkerPlan("reward-model", ("reward_model",)),
+)
+
+
+class FakePending:
+    """A call whose answer may be late."""
+
+    def __init__(self, handle: FakeHandle, method: str) -> None:
+        self.handle = handle
+        self.method = method
+
+    def done(self) -> bool:
+        return self.handle.dead is not None or self.method not in self.handle.late
+
+    def result(self, timeout_s: float) -> Any:
+        if self.handle.dead is not None:
+            raise self.handle.dead
+        if self.method in self.handle.late:
+            raise CallTimeout(f"{self.method} is late")
+        return self.handle.answers.get(self.method)
+
+
+class FakeHandle:
+    """A process that notes what it is asked. late: methods that it does not answer yet."""
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name = name
+        self.pid = pid
+        self.calls: list[tuple[Any, ...]] = []
+        self.answers: dict[str, Any] = {"timings": {"rollout": 1.0, "rss_bytes": 10.0}, "pieces": f"pieces of {name}"}
+        self.late: set[str] = set()
+        self.dead: ProcessDied | None = None
+        self.stopped = False
+
+    def wait_ready(self, timeout_s: float) -> None:
+        if self.dead is not None:
+            raise self.dead
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> FakePending:
+        self.calls.append((method, *args))
+        return FakePending(self, method)
+
+    def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        return self.submit(method, *args).result(timeout_s)
+
+    def alive(self) -> bool:
+        return self.dead is None
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        self.stopped = True
+
+    def methods(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+
+class FakeRuntime:
+    """Starts fake processes; `poll` raises what is in `news`. born_dead: names whose first process dies at once."""
+
+    def __init__(self) -> None:
+        self.started: list[FakeHandle] = []
+        self.news: deque[Exception] = deque()
+        self.born_dead: set[str] = set()
+        self.late_when_new: set[str] = set()
+
+    def start(self, name: str, factory: str, kwargs: dict[str, Any], **options: Any) -> FakeHandle:
+        handle = FakeHandle(name, 100 + len(self.started))
+        handle.late = set(self.late_when_new)
+        if name in self.born_dead:
+            self.born_dead.remove(name)
+            handle.dead = ProcessDied(f"process {name!r} died", name)
+        self.started.append(handle)
+        return handle
+
+    def service_proxy(self, name: str) -> str:
+        return f"proxy of {name}"
+
+    def poll(self, timeout_s: float) -> bool:
+        if self.news:
+            raise self.news.popleft()
+        return False
+
+    def events(self) -> list[Any]:
+        return []
+
+    def kill(self, name: str) -> ProcessDied:
+        """The newest process of a name dies."""
+        handle = self.of(name)
+        handle.dead = ProcessDied(f"process {name!r} (pid {handle.pid}) died", name, handle.pid)
+        self.news.append(handle.dead)
+        return handle.dead
+
+    def of(self, name: str) -> FakeHandle:
+        return next(handle for handle in reversed(self.started) if handle.name == name)
+
+
+class FakeRecorder:
+    """Keeps events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def event(self, kind: str, values: dict[str, Any], *, say: str = "") -> None:
+        self.events.append((kind, values))
+
+
+@pytest.fixture
+def runtime() -> FakeRuntime:
+    return FakeRuntime()
+
+
+@pytest.fixture
+def recorder() -> FakeRecorder:
+    return FakeRecorder()
+
+
+@pytest.fixture
+def supervisor(runtime: FakeRuntime, recorder: FakeRecorder) -> Supervisor:
+    """Four workers, ready, the samplers connected and at version 7. A worker may be started again twice."""
+    config = SimpleNamespace(
+        placement=SimpleNamespace(runtime="ray"),
+        run=SimpleNamespace(max_restarts=2),
+        dock=SimpleNamespace(lease_s=60.0),
+    )
+    report: Any = SimpleNamespace(
+        config=config, table=(), workers=PLANS, num_threads=1, device="cpu", spec=lambda plan: plan.name
+    )
+    made = Supervisor(runtime, report, Path("run"), recorder, 0)  # type: ignore[arg-type]
+    made.start()
+    made.connect()
+    runtime.of("trainer").answers["publish_weights"] = "version 7"
+    made.publish(7)
+    made.announce()
+    return made
+
+
+def retired(runtime: FakeRuntime) -> list[Any]:
+    return [call[1] for call in runtime.of("dock").calls if call[0] == "retire"]
+
+
+def test_a_dead_sampler_goes_back_and_its_successor_serves_once_it_has_the_weights(
+    supervisor: Supervisor, runtime: FakeRuntime, recorder: FakeRecorder
+) -> None:
+    runtime.late_when_new = {"timings", "fetch_weights"}
+    runtime.kill("sampler-0")
+    supervisor.poll(0.1)
+    assert runtime.of("sampler-0").stopped
+    assert retired(runtime) == ["sampler-0"]
+    successor = runtime.of("sampler-0.1")
+    assert successor.methods() == ["timings"], "still being built"
+
+    successor.late.remove("timings")
+    supervisor.poll(0.1)
+    assert successor.calls[1:] == [
+        ("connect_weights", "pieces of trainer", "pieces of sampler-0"),
+        ("fetch_weights", "version 7"),
+    ]
+    runtime.of("trainer").answers["publish_weights"] = "version 8"
+    supervisor.publish(8)
+    supervisor.announce()
+    supervisor.fetch()
+    assert successor.methods().count("announce_weights") == 0, "it does not serve yet"
+    assert ("announce_weights", "version 8") in runtime.of("sampler-1").calls
+
+    successor.late.clear()
+    supervisor.poll(0.1)
+    assert successor.calls[-1] == ("announce_weights", "version 8")
+    assert retired(runtime) == ["sampler-0", "sampler-0"], "what it said last may have come after the first time"
+    assert [kind for kind, _ in recorder.events] == ["processes", "worker_died", "worker_replaced"]
+    supervisor.announce()
+    assert successor.methods().count("announce_weights") == 2
+
+
+def test_a_reward_model_needs_no_weights(supervisor: Supervisor, runtime: FakeRuntime) -> None:
+    runtime.kill("reward-model")
+    supervisor.poll(0.1)
+    assert runtime.of("reward-model.1").methods() == ["timings"]
+    assert retired(runtime) == ["reward-model", "reward-model"]
+
+
+@pytest.mark.parametrize("name", ["trainer", "dock"])
+def test_the_death_of_the_trainer_or_the_dock_is_for_the_run(
+    supervisor: Supervisor, runtime: FakeRuntime, name: str
+) -> None:
+    death = runtime.kill(name)
+    with pytest.raises(ProcessDied) as caught:
+        supervisor.poll(0.1)
+    assert caught.value is death
+    assert len(runtime.started) == 5
+
+
+def test_a_worker_that_dies_again_and_again_stops_the_run(supervisor: Supervisor, runtime: FakeRuntime) -> None:
+    for name in ("sampler-1", "sampler-1.1"):
+        runtime.kill(name)
+        supervisor.poll(0.1)
+    runtime.kill("sampler-1.2")
+    with pytest.raises(RunError, match=r"sampler-1\.2.* died; it was started again 2 times .*run\.max_restarts 2") as e:
+        supervisor.poll(0.1)
+    assert not isinstance(e.value, ProcessDied), "the run does not go back for it"
+
+
+def test_a_trained_batch_gives_the_starts_back(supervisor: Supervisor, runtime: FakeRuntime) -> None:
+    for number in range(5):
+        runtime.kill(f"sampler-1.{number}" if number else "sampler-1")
+        supervisor.poll(0.1)
+        supervisor.batch_trained()
+    assert runtime.of("sampler-1.5").methods()[-1] == "announce_weights"
+
+
+def test_timings_pass_over_the_dead_and_hear_the_late_next_time(supervisor: Supervisor, runtime: FakeRuntime) -> None:
+    assert supervisor.timings() == {"rollout": 4.0, "rss_bytes": 40.0}
+    runtime.kill("sampler-0")
+    runtime.of("sampler-1").late.add("timings")
+    assert supervisor.timings()["rollout"] == 2.0
+    runtime.of("sampler-1").late.clear()
+    asked = runtime.of("sampler-1").methods().count("timings")
+    assert supervisor.timings()["rollout"] == 3.0
+    assert runtime.of("sampler-1").methods().count("timings") == asked, "one question at a time"
+
+
+def test_who_waits_for_a_fetch_is_told_of_the_deaths_of_others_only(
+    supervisor: Supervisor, runtime: FakeRuntime
+) -> None:
+    runtime.kill("sampler-0")
+    supervisor.fetch()
+    runtime.of("sampler-1").dead = ProcessDied("process 'dock' died", "dock", 1)
+    with pytest.raises(ProcessDied, match="dock"):
+        supervisor.fetch()
+
+
+def test_the_death_behind_a_workers_error_is_its_cause(supervisor: Supervisor, runtime: FakeRuntime) -> None:
+    said = RunError("a stored array is lost")
+    runtime.news.append(RunError("the dock's connection ended"))
+    death = runtime.kill("trainer")
+    assert supervisor.cause(said) is death
+
+
+def test_an_error_that_nobodys_death_explains_stays(
+    supervisor: Supervisor, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tranship.trainer.supervise._CAUSE_S", 0.05)
+    said = RunError("no sample could be scored")
+    assert supervisor.cause(said) is said
+    wrong = UserError("model.path is wrong")
+    runtime.kill("trainer")
+    assert supervisor.cause(wrong) is wrong
+
+
+def test_a_process_that_dies_before_it_is_ready_is_started_once_more(
+    supervisor: Supervisor, runtime: FakeRuntime
+) -> None:
+    runtime.born_dead = {"trainer", "sampler-1"}
+    before = len(runtime.started)
+    supervisor.start()
+    names = [handle.name for handle in runtime.started[before:]]
+    assert names == ["dock", *(plan.name for plan in PLANS), "trainer", "sampler-1"]
+    assert supervisor.trainer is runtime.of("trainer")
+    assert supervisor.timings()["rollout"] == 4.0
+
+
+def test_the_end_stops_everyone(supervisor: Supervisor, runtime: FakeRuntime) -> None:
+    runtime.kill("sampler-0")
+    supervisor.poll(0.1)
+    supervisor.end()
+    assert all(handle.stopped for handle in runtime.started)
