@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import tranship
 from tranship.config.load import loads
+from tranship.models.tiny import make_tiny
 
 Recipe = Callable[..., dict[str, Any]]
 
@@ -182,3 +183,16 @@ def test_a_stop_string_ends_responses(recipe: Recipe, tmp_path: Path) -> None:
     ended = [row for row in rows if character in row["output"]]
     assert ended
     assert all(row["finish_reason"] == "stop" for row in ended)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_mixtures_of_experts_train_and_arrive(recipe: Recipe, tmp_path: Path, family: str) -> None:
+    """Stacked experts of the trainer go to the sampler one by one; what it samples with is what is trained."""
+    model = make_tiny(tmp_path / family, family, hidden=64, layers=2)
+    result = tranship.run(loads(recipe(model__path=str(model), run__export=True, train__steps=2)))
+    steps = [row for row in read_jsonl(result.run_dir / "metrics.jsonl") if row["kind"] == "step"]
+    assert max(row["mismatch/logprob_gap_max"] for row in steps) < 1e-4
+    before, after = load_file(model / "model.safetensors"), load_file(result.run_dir / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any(".experts." in name for name in moved)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tranship.config.schema import TrainConfig
-from tranship.layouts.pieces import Piece, full_box
+from tranship.layouts.pieces import Piece
 from tranship.train.allocator import keep_freed_memory
 from tranship.train.engine import LossFn, LossInputs, Metrics, Totals, loss_needs
 from tranship.train.model_folder import (
@@ -21,6 +21,7 @@ from tranship.train.model_folder import (
 )
 from tranship.train.packed_steps import PackedSteps
 from tranship.train.packing import Pack, padded, spread
+from tranship.train.pieces import model_pieces, routing_buffers
 from tranship.train.precision import check_deterministic
 from tranship.types import TrainBatch
 
@@ -65,6 +66,7 @@ class TransformersEngine:
             device=place,
             what="loss",
         )
+        self._storages = {**self._steps.parameters, **routing_buffers(self._model)}
 
     @property
     def num_parameters(self) -> int:
@@ -106,22 +108,12 @@ class TransformersEngine:
         return self._steps.each_response(prompts, group_of, responses, self._logprobs)
 
     def pieces(self) -> list[Piece]:
-        """One piece per parameter: the whole of it, in a storage of its own name; a tied head is not a second one."""
-        return [
-            Piece(
-                name=name,
-                shape=tuple(p.shape),
-                box=full_box(tuple(p.shape)),
-                storage=name,
-                storage_box=full_box(tuple(p.shape)),
-                dtype=str(p.dtype).removeprefix("torch."),
-            )
-            for name, p in self._steps.parameters.items()
-        ]
+        """One piece per tensor of the model's folder; stacked experts are one storage with a piece for each."""
+        return model_pieces(self._storages)
 
     def storage(self, name: str) -> torch.Tensor:
-        """The parameter called `name`, sharing its memory."""
-        return self._steps.parameters[name].detach()
+        """The parameter or buffer called `name`, sharing its memory."""
+        return self._storages[name].detach()
 
     def skip(self) -> None:
         """Count a batch that nothing is trained on."""

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from tranship.layouts import Layout, Piece, full_box
+from tranship.layouts import Layout
 from tranship.reshard import WeightSource, make_plan
 from tranship.rollout.native import load_folder
 from tranship.rollout.native.mlp import Router
 from tranship.rollout.native.shape import ExpertShape, read_shape
+from tranship.train.pieces import model_pieces, routing_buffers
 from tranship.types import SampleId, UserError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -178,27 +179,9 @@ def test_what_cannot_run_is_refused(lab, tmp_path, family, change, message):
 
 
 def trainer_pieces(model):
-    """The pieces of a transformers model in memory, whose experts are stacked, by the names of its folder."""
-    storages = dict(model.named_parameters())
-    storages |= {name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
-    pieces = []
-
-    def add(name, storage, box, storage_box):
-        shape = tuple(stop - start for start, stop in box)
-        pieces.append(Piece(name, shape, box, storage, storage_box, "float32"))
-
-    for name, tensor in storages.items():
-        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            add(name, name, full_box(tuple(tensor.shape)), full_box(tuple(tensor.shape)))
-            continue
-        stem = name.rpartition(".")[0]
-        halves = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
-        rows, columns = tensor.shape[1] // len(halves), tensor.shape[2]
-        for expert in range(tensor.shape[0]):
-            for place, half in enumerate(halves):
-                inside = ((expert, expert + 1), (place * rows, (place + 1) * rows), (0, columns))
-                add(f"{stem}.{expert}.{half}.weight", name, ((0, rows), (0, columns)), inside)
-    return pieces, storages
+    """The pieces of a transformers model in memory, as the training engine gives them, and their storages."""
+    storages = {**dict(model.named_parameters()), **routing_buffers(model)}
+    return model_pieces(storages), storages
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
