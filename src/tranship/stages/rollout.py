@@ -113,6 +113,9 @@ class RolloutStage:
         prompt = np.array(batch.group("prompt")[0], dtype=np.int32)
         info = batch.group("prompt_info")[0]
         sampling = replace(self._sampling, temperature=0.0) if info.get("greedy", False) else self._sampling
+        if group.group_id in self._running:
+            # Its earlier lease has ended unnoticed, while this process was held.
+            self._forget(group.group_id)
         self._running[group.group_id] = _Running(batch.lease, samples)
         if self._episodes is not None:
             self._episodes.start(samples, prompt, info, sampling)
@@ -174,7 +177,10 @@ class RolloutStage:
             try:
                 self._dock.renew(running.lease)
             except StaleLease:
-                del self._running[group_id]
-                self._engine.abort([sample for sample in running.samples if sample not in running.outcomes])
-                if self._episodes is not None:
-                    self._episodes.stop(running.samples)
+                self._forget(group_id)
+
+    def _forget(self, group_id: int) -> None:
+        running = self._running.pop(group_id)
+        self._engine.abort([sample for sample in running.samples if sample not in running.outcomes])
+        if self._episodes is not None:
+            self._episodes.stop(running.samples)
