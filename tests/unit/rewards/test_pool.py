@@ -179,7 +179,7 @@ def test_memory_can_be_bounded(file: Path):
 
 
 def test_allocating_without_end_costs_at_most_the_limit(file: Path):
-    with RewardPool(one(f"{file}:bad_rows"), 1, 20.0, memory_bytes=1 << 29) as pool:
+    with RewardPool(one(f"{file}:bad_rows"), 1, 60.0, memory_bytes=1 << 29) as pool:
         (score,) = pool.score_all([row("hoard")])
         assert score.reason == "MemoryError:"
         assert pool.score_all([row("peak")])[0].extra["rss"] < 1 << 29
