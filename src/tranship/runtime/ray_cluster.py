@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ _FOLDER = "tshipray-"
 _LEAST_STORE_BYTES = 80 << 20
 _LOOPBACK = "127.0.0.1"
 _GRACE_S = 3.0
+_START_LIMIT_S = 45.0
 _CONNECT_S = 3.0
 # A socket's path may have 107 bytes; Ray's part of it and our folder's name take 90.
 _LONGEST_FOLDER = 17
@@ -58,6 +60,10 @@ class Cluster:
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
         self._daemons: set[int] = set()
         before = descendants(os.getpid())
+        # Where one of its daemons dies at the wrong moment, Ray may wait for it without end.
+        late = threading.Timer(_START_LIMIT_S, lambda: end_all(descendants(os.getpid()) - before, 0.0))
+        late.daemon = True
+        late.start()
         try:
             with _loopback():
                 ray.init(
@@ -71,6 +77,7 @@ class Cluster:
                     _temp_dir=str(self._folder),
                 )
         finally:
+            late.cancel()
             self._daemons = descendants(os.getpid()) - before
             self.watch_over_all()
             if not ray.is_initialized():

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,7 +165,7 @@ def evaluate(prepared: Prepared, progress: Callable[[int, int], None] = lambda d
         samples = validation.samples()
     _write(prepared.samples_file, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in samples))
     if not any(row["status"] == "scored" for row in samples):
-        raise RunError(f"no sample could be scored ({_reasons(record)}): see {prepared.samples_file}")
+        raise RunError(f"no sample could be scored ({_reasons(samples)}): see {prepared.samples_file}")
     facts = describe(prepared, record, time.monotonic() - start)
     _write(prepared.out, json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return Evaluated(prepared, record, facts)
@@ -281,7 +281,6 @@ def _write(path: Path, text: str) -> None:
         raise RunError(f"{path} could not be written: {error}") from error
 
 
-def _reasons(record: ValidationRecord) -> str:
-    reasons = Counter(record.invalid).most_common(3)
-    said = [f"{count} x {reason}" for reason, count in reasons] + ([f"{record.masked} masked"] if record.masked else [])
-    return "; ".join(said)
+def _reasons(samples: Sequence[Mapping[str, Any]]) -> str:
+    reasons = Counter(row["reason"] or "masked" for row in samples).most_common(3)
+    return "; ".join(f"{count} x {reason}" for reason, count in reasons)
