@@ -27,6 +27,8 @@ Recipe = Callable[..., dict[str, Any]]
 KILLS = int(os.environ.get("TRANSHIP_KILLS", "3"))
 STEPS = int(os.environ.get("TRANSHIP_KILL_STEPS", "6"))
 RUNTIMES = {"inline": {}, "ray": {"placement__runtime": "ray", "placement__layout": "split"}}
+# Between two kills. Most of a start is loading libraries; later kills find the run at work.
+PAUSE_S = {"inline": (0.5, 6.0), "ray": (0.5, 14.0)} if KILLS < 20 else {"inline": (0.3, 4.0), "ray": (0.5, 9.0)}
 # A run of this size takes seconds; one that is silent for so long hangs.
 HANG_S = 150.0
 # Of a run whose driver was killed.
@@ -140,10 +142,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(
     Killer(calm, random.Random(0), 0, (0, 0), tmp_path / "calm.log").run()
     stormy = tmp_path / "stormy.yaml"
     stormy.write_text(yaml.safe_dump(recipe(run__dir=str(tmp_path / "stormy"), **common)))
-    # Most of a start is loading libraries; later kills find the run at work.
-    killer = Killer(
-        stormy, random.Random(KILLS), KILLS, (0.5, 14.0 if runtime == "ray" else 6.0), tmp_path / "stormy.log"
-    )
+    killer = Killer(stormy, random.Random(KILLS), KILLS, PAUSE_S[runtime], tmp_path / "stormy.log")
     killer.run()
     print(f"{runtime}: killed {dict(killer.killed)} in {killer.starts} starts")
     assert 1 <= sum(killer.killed.values()) <= KILLS, killer.killed
@@ -152,7 +151,10 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(
     expected, _, expected_samples = _complete(tmp_path / "calm")
     ledger = summary["ledger"]
     assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values()) + ledger["in_flight"]
-    assert ledger == expected["ledger"]
+    # A validation that was recorded before a kill is not made again, and its groups were counted after the cut.
+    assert {key: ledger[key] for key in ("admitted", "trained", "dropped", "in_flight")} == {
+        key: expected["ledger"][key] for key in ("admitted", "trained", "dropped", "in_flight")
+    }
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     seen = Counter((row["group_id"], row["sample_index"]) for row in samples)
     assert max(seen.values()) == 1

@@ -59,6 +59,7 @@ class Cluster:
         command = [sys.executable, "-I", "-S", guard.__file__, str(self._folder)]
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
         self._daemons: set[int] = set()
+        os.environ[guard.MARK] = str(self._folder)
         before = descendants(os.getpid())
         # Where one of its daemons dies at the wrong moment, Ray may wait for it without end.
         late = threading.Timer(_START_LIMIT_S, lambda: end_all(descendants(os.getpid()) - before, 0.0))
@@ -114,6 +115,9 @@ class Cluster:
         if not self.owned:
             return
         end_all(members, _GRACE_S)
+        # Helpers of a daemon that died are nobody's children now.
+        end_all(guard.members(str(self._folder)), _GRACE_S)
+        os.environ.pop(guard.MARK, None)
         self._guard.communicate("done\n", timeout=10)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -49,8 +49,8 @@ def bad_rows(data_source, solution_str, ground_truth, extra_info=None, weight=1.
         while True:
             held.append(bytearray(1 << 22))
     if kind == "peak":
-        import resource
-        return {"score": 1, "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
+        peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        return {"score": 1, "rss": int(peak.split()[1]) << 10}
     if kind == "shout":
         for _ in range(30):
             os.write(1, b"x" * (1 << 20))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -138,6 +139,20 @@ def test_the_guard_ends_what_a_killed_driver_leaves_and_spares_a_reused_number(t
     assert not folder.exists()
     reused.kill()
     reused.wait()
+
+
+def test_the_guard_ends_what_carries_the_clusters_mark_though_nobody_named_it(tmp_path):
+    keeper, sleeper, folder = guarded(tmp_path)
+    orphan = subprocess.Popen(["sleep", "60"], env={**os.environ, guard.MARK: str(folder)})
+    stranger = subprocess.Popen(["sleep", "60"], env={**os.environ, guard.MARK: str(folder) + "-other"})
+    assert guard.members(str(folder)) == [orphan.pid]
+    keeper.stdin.close()
+    assert orphan.wait(timeout=10) == -signal.SIGKILL
+    keeper.wait(timeout=10)
+    assert stranger.poll() is None
+    for process in (stranger, sleeper):
+        process.kill()
+        process.wait()
 
 
 def test_the_guard_does_nothing_after_a_good_end(tmp_path):
