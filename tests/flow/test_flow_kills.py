@@ -62,6 +62,7 @@ class Killer:
     output: Path
     killed: Counter[str] = field(default_factory=Counter)
     starts: int = 0
+    unguarded: bool = False
 
     def run(self) -> None:
         """Return when the run has ended by itself."""
@@ -73,6 +74,7 @@ class Killer:
     def _once(self) -> int:
         tag = str(self.recipe)
         self.starts += 1
+        self.unguarded = False
         with self.output.open("a") as log:
             run = subprocess.Popen(
                 [str(Path(sys.executable).parent / "tranship"), "train", tag, "--resume", "auto"],
@@ -93,7 +95,9 @@ class Killer:
         finally:
             run.kill()
             run.wait()
-        wait_until(lambda: not processes(tag), f"processes {processes(tag)} to end", GONE_S)
+        # With its guard killed too, what a killed driver leaves is ended by the next start.
+        if not self.unguarded or run.returncode == 0:
+            wait_until(lambda: not processes(tag), f"processes {processes(tag)} to end", GONE_S)
         return run.returncode
 
     @staticmethod
@@ -112,11 +116,12 @@ class Killer:
             os.kill(victim, signal.SIGKILL)
         except ProcessLookupError:
             return
+        self.unguarded = self.unguarded or "guard.py" in living[victim]
         self.killed["driver" if victim == run.pid else _role(living[victim])] += 1
 
 
 def _role(command: str) -> str:
-    for part in ("gcs_server", "raylet", "ray::", "worker_main", "plasma", "log_monitor", "dashboard"):
+    for part in ("guard.py", "gcs_server", "raylet", "ray::", "worker_main", "plasma", "log_monitor", "dashboard"):
         if part in command:
             return part.strip(":")
     return " ".join(Path(word).name for word in command.split()[:2])

@@ -170,8 +170,9 @@ def _short_folder() -> str:
 
 
 def sweep_folders() -> None:
-    """Remove the folders of clusters whose driver is gone."""
+    """Remove the folders of clusters whose driver is gone, and end what is left of them where their guard died too."""
     for folder in Path(_short_folder()).glob(f"{_FOLDER}*-*"):
         pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
         if pid.isdigit() and not is_running(int(pid)) and folder.stat().st_uid == os.getuid():
+            end_all(guard.members(str(folder)), 0.0)
             shutil.rmtree(folder, ignore_errors=True)
