@@ -28,7 +28,7 @@ PROMPT = np.arange(3, 60, dtype=np.int32)
 def sampler(model_dir: Path, device: str, dtype: str) -> NativeEngine:
     engine = NativeEngine(
         model_dir,
-        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        dtype=dtype,
         device=device,
         max_running=16,
         max_tokens=128,

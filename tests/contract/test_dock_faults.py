@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tranship.dock import Dock, DockClient, StageNeeds, StaleLease, StaleSlab
+from tranship.dock import Dock, DockClient, DockFull, StageNeeds, StaleLease, StaleSlab
 from tranship.dock.buffers import Buffers
 from tranship.dock.frames import ConnectionLost
 from tranship.dock.place import Place
@@ -43,28 +44,28 @@ def response_of(group_id: int, index: int) -> np.ndarray:
 # The processes
 
 
+def make_dock(root: str, run_id: str, *, capacity_bytes: int = 1 << 24, **more: Any) -> Dock:
+    return Dock(
+        STAGES,
+        run_id=run_id,
+        batch_groups=4,
+        staleness=0,
+        lease_s=LEASE_S,
+        slab_bytes=1 << 20,
+        capacity_bytes=capacity_bytes,
+        shared=True,
+        ordered=False,
+        root=Path(root),
+        **more,
+    )
+
+
 def host(socket: str, root: str, kind: str) -> None:
     """A dock, its service and its payload's server, until it is killed; a durable one goes on where one was killed."""
 
-    def make_dock(clock: Callable[[], float], adopt: Path | None) -> Dock:
-        return Dock(
-            STAGES,
-            run_id="faults",
-            batch_groups=4,
-            staleness=0,
-            lease_s=LEASE_S,
-            slab_bytes=1 << 20,
-            capacity_bytes=1 << 24,
-            shared=True,
-            ordered=False,
-            clock=clock,
-            root=Path(root),
-            adopt=adopt,
-        )
-
     is_durable = kind == "durable"
     served = ServedDock(
-        make_dock,
+        lambda clock, adopt: make_dock(root, "faults", clock=clock, adopt=adopt),
         [f"unix:{socket}"],
         secret=SECRET,
         runs="tcp:127.0.0.1:0",
@@ -117,18 +118,7 @@ def work(address: str, name: str, stage: str) -> None:
 
 def fill(root: str) -> None:
     """Put until a full file system says so, make room, and go on; in a file system that is smaller than the budget."""
-    dock = Dock(
-        STAGES,
-        run_id="full",
-        batch_groups=4,
-        staleness=0,
-        lease_s=LEASE_S,
-        slab_bytes=1 << 20,
-        capacity_bytes=1 << 30,
-        shared=True,
-        ordered=False,
-        root=Path(root),
-    )
+    dock = make_dock(root, "full", capacity_bytes=1 << 30)
     service = DockService(dock, ["tcp:127.0.0.1:0"], secret=SECRET).start()
     client = DockClient.connect(service.addresses[0], SECRET, "writer", wait_s=0.2)
     client.admit([(i, 1, "val", {"prompt": np.zeros(1)}) for i in range(100)])
@@ -137,8 +127,8 @@ def fill(root: str) -> None:
         for group_id in range(100):
             client.put([SampleId(group_id, 0)], {"response": [np.full(400_000, group_id, np.uint8)]})
             put += 1
-    except Exception as error:
-        print(type(error).__name__, error, flush=True)
+    except DockFull as error:
+        print("DockFull", error, flush=True)
     client.finish_val(range(4))
     client.put([SampleId(50, 0)], {"response": [np.full(400_000, 50, np.uint8)]})
     batch = client.take("read", max_groups=100, kinds=("val",))
@@ -160,18 +150,7 @@ nsenter -t $1 -n ip link set vb up
 
 def two_nodes(root: str) -> None:
     """A dock on this node, and a reader on another: with its own network, and its own shared memory."""
-    dock = Dock(
-        STAGES,
-        run_id="nodes",
-        batch_groups=4,
-        staleness=0,
-        lease_s=LEASE_S,
-        slab_bytes=1 << 20,
-        capacity_bytes=1 << 24,
-        shared=True,
-        ordered=False,
-        root=Path(root),
-    )
+    dock = make_dock(root, "nodes")
     folder = dock.payload_folder()
     assert folder is not None
     own = "mount -t tmpfs tmpfs " + root + " && echo up && sleep 60"
@@ -429,22 +408,26 @@ def test_a_reader_on_another_node_fetches_and_when_it_is_cut_off_another_one_goe
 def test_a_full_shared_memory_file_system_is_named_and_survived(tmp_path):
     if shutil.which("unshare") is None:
         pytest.skip("unshare is not installed: the test cannot have a small file system of its own")
-    inside = 'mount -t tmpfs -o size=6m tmpfs "$1" && exec "$2" "$3" fill "$1"'
+    mount = 'mount -t tmpfs -o size=6m tmpfs "$1"'
+    probe = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", mount, "sh", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    if probe.returncode:
+        pytest.skip(f"this system does not let a test mount a file system of its own: {probe.stderr.strip()[-200:]}")
+    inside = f'{mount} && exec "$2" "$3" fill "$1"'
     done = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", inside, "sh", str(tmp_path), sys.executable, __file__],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    if "ready" not in done.stdout and "put" not in done.stdout and done.returncode:
-        pytest.skip(f"this system does not let a test mount a file system of its own: {done.stderr.strip()[-200:]}")
+    assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first.startswith("DockFull writer waited")
     assert "has no room for" in first
     put, read = (int(word) for word in second.split() if word.isdigit())
     assert put >= 8
     assert read == put - 4 + 1
-    assert done.returncode == 0
 
 
 if __name__ == "__main__":

@@ -14,15 +14,12 @@ from tranship.data.sources import PROMPT_SOURCES, SOURCE_FAMILIES, load_rows
 from tranship.lookup import resolve
 from tranship.models.tiny import make_tokenizer
 
-PACKAGES = {"hub": "datasets", "reasoning_gym": "reasoning_gym"}
 FILE = "a .jsonl file"
 
 
 @pytest.fixture(params=[*PROMPT_SOURCES, *SOURCE_FAMILIES, FILE])
 def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     name = request.param
-    if name in PACKAGES:
-        pytest.importorskip(PACKAGES[name])
     file = tmp_path / "train.jsonl"
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i), "level": i} for i in range(5)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

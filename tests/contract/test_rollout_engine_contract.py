@@ -141,8 +141,6 @@ def check_versions(response, folders, kept, *, new_cache):
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
 def test_pausing_without_an_abort_goes_on_after_an_update(make_rollout, rollout_folders, on_update):
     engine = start(make_rollout, on_update)
-    if not engine.capabilities.partial_rollout:
-        pytest.skip("this engine finishes what it began before it takes new weights")
     update(engine, rollout_folders[1], 3)
     done = run(engine)
     assert len(done) == 4

@@ -45,7 +45,7 @@ def read_back(name: str, run_dir: Path) -> Found:
         rows = [(row.pop("training/global_step"), row) for row in wandb_history(run_dir)]
         return last_of_step(collect(rows))
     assert name == "trackio", f"say here how {name} is read back"
-    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
+    from trackio.sqlite_storage import SQLiteStorage
 
     run = f"{run_dir.name}-{(run_dir / 'trackio' / 'run_id').read_text().strip()}"
     rows = [(row.pop("step"), row) for row in SQLiteStorage.get_logs("a project", run)]

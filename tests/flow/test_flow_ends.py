@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from flow_helpers import read_jsonl, wait_until
+from flow_helpers import TAG, read_jsonl, tagged, wait_until
 
 Recipe = Callable[..., dict[str, Any]]
 SLOW = f"{Path(__file__).parent / 'rewards_for_tests.py'}:slow"
@@ -37,24 +37,9 @@ def _start(recipe: Path, **popen: Any) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "TRANSHIP_TEST_TAG": str(recipe)},
+        env={**os.environ, TAG: str(recipe)},
         **popen,
     )
-
-
-def _tagged(recipe: Path) -> list[int]:
-    """Processes whose environment carries this recipe's tag: the run's, wherever they hang in the tree."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                tagged = f"TRANSHIP_TEST_TAG={recipe}".encode() in (entry / "environ").read_bytes()
-                zombie = "\nState:\tZ" in (entry / "status").read_text()
-            except OSError:
-                continue
-            if tagged and not zombie:
-                found.append(int(entry.name))
-    return found
 
 
 def _steps(run_dir: Path) -> int:
@@ -82,7 +67,7 @@ def test_ctrl_c_saves_the_last_step_and_leaves_no_process(
         assert run.returncode == 130, output
     finally:
         run.kill()
-    wait_until(lambda: not _tagged(path), f"processes {_tagged(path)} to end", 5)
+    wait_until(lambda: not tagged(path), f"processes {tagged(path)} to end", 5)
     done = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "step"]
     state = json.loads((tmp_path / "run" / "checkpoints" / f"step-{done[-1]:06d}" / "state.json").read_text())
     assert state["version"] == done[-1] >= 2
@@ -99,7 +84,7 @@ def test_killing_the_driver_leaves_no_process(recipe: Recipe, tmp_path: Path, ch
     finally:
         run.kill()
         run.wait()
-    wait_until(lambda: not _tagged(path), f"processes {_tagged(path)} to end", 15)
+    wait_until(lambda: not tagged(path), f"processes {tagged(path)} to end", 15)
 
 
 def test_a_full_disk_at_checkpoint_time_leaves_the_last_good_one(recipe: Recipe, tmp_path: Path) -> None:

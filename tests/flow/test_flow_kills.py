@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from flow_helpers import read_jsonl, wait_until
+from flow_helpers import TAG, read_jsonl, tagged, wait_until
 from safetensors.numpy import load_file
 
 Recipe = Callable[..., dict[str, Any]]
@@ -33,22 +33,6 @@ PAUSE_S = {"inline": (0.5, 6.0), "ray": (0.5, 14.0)} if KILLS < 20 else {"inline
 HANG_S = 150.0
 # Of a run whose driver was killed.
 GONE_S = 20.0
-
-
-def processes(tag: str) -> dict[int, str]:
-    """Living processes whose environment carries the tag, and their command lines."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                tagged = f"TRANSHIP_TEST_TAG={tag}".encode() in (entry / "environ").read_bytes()
-                zombie = "\nState:\tZ" in (entry / "status").read_text()
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if tagged and not zombie:
-                found[int(entry.name)] = command
-    return found
 
 
 @dataclass
@@ -80,7 +64,7 @@ class Killer:
                 [str(Path(sys.executable).parent / "tranship"), "train", tag, "--resume", "auto"],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "TRANSHIP_TEST_TAG": tag},
+                env={**os.environ, TAG: tag},
             )
         end = time.monotonic() + HANG_S
         try:
@@ -91,13 +75,13 @@ class Killer:
                     end = time.monotonic() + HANG_S
                 else:
                     self._wait(run, 0.2)
-                assert time.monotonic() < end, f"silent for {HANG_S} s after {self.killed}: {processes(tag)}"
+                assert time.monotonic() < end, f"silent for {HANG_S} s after {self.killed}: {tagged(tag)}"
         finally:
             run.kill()
             run.wait()
         # With its guard killed too, what a killed driver leaves is ended by the next start.
         if not self.unguarded or run.returncode == 0:
-            wait_until(lambda: not processes(tag), f"processes {processes(tag)} to end", GONE_S)
+            wait_until(lambda: not tagged(tag), f"processes {tagged(tag)} to end", GONE_S)
         return run.returncode
 
     @staticmethod
@@ -108,7 +92,7 @@ class Killer:
             return
 
     def _kill_one(self, run: subprocess.Popen[bytes], tag: str) -> None:
-        living = processes(tag)
+        living = tagged(tag)
         if run.poll() is not None or not living:
             return
         victim = self.draw.choice(sorted(living))

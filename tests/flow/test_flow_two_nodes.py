@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 from flow_helpers import wait_until
+from ray import cluster_utils
 from watched_run import WatchedRun, check_whole, weights_of
 
 import tranship
 from tranship.config.load import loads
 from tranship.runtime.processes import descendants, is_running
-
-cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 Recipe = Callable[..., dict[str, Any]]
 SLOW = f"{Path(__file__).parent / 'rewards_for_tests.py'}:slow"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from flow_helpers import read_jsonl, wait_until
+from flow_helpers import TAG, read_jsonl, tagged, wait_until
 from safetensors.numpy import load_file
 
 
@@ -33,7 +33,7 @@ class WatchedRun:
                 [str(Path(sys.executable).parent / "tranship"), "train", str(self._path)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "TRANSHIP_TEST_TAG": self._tag},
+                env={**os.environ, TAG: self._tag},
             )
         return self
 
@@ -45,7 +45,7 @@ class WatchedRun:
         if error is not None:
             error.add_note(self.output()[-3000:])
         else:
-            wait_until(lambda: not self._left(), f"processes {self._left()} to end", 20)
+            wait_until(lambda: not tagged(self._tag), f"processes {tagged(self._tag)} to end", 20)
 
     def output(self) -> str:
         """What it has printed."""
@@ -90,19 +90,6 @@ class WatchedRun:
         if not path.exists():
             return []
         return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-    def _left(self) -> list[int]:
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    tagged = f"TRANSHIP_TEST_TAG={self._tag}".encode() in (entry / "environ").read_bytes()
-                    zombie = "\nState:\tZ" in (entry / "status").read_text()
-                except OSError:
-                    continue
-                if tagged and not zombie:
-                    found.append(int(entry.name))
-        return found
 
 
 def weights_of(run_dir: Path) -> dict[str, bytes]:

@@ -71,7 +71,7 @@ def _int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 def _float(loader: _Loader, node: yaml.ScalarNode) -> float:
-    text = str(loader.construct_scalar(node)).lower()
+    text = loader.construct_scalar(node).lower()
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 

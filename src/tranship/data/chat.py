@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jinja2
 import numpy as np
 
+from tranship.data.special import SpecialTokens
 from tranship.data.templates import check_template_args, check_written, variables
 from tranship.types import UserError
 
@@ -44,11 +45,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._args = dict(template_args or {})
-        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = frozenset(special.values())
-        self._special_of = special
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special = SpecialTokens(tokenizer)
+        self._special_ids = frozenset(self._special.of.values())
         self._expected: dict[str, list[int]] = {}
         if self._args and tokenizer.chat_template:
             check_template_args(self._template(_Rendering([], True)), self._args)
@@ -89,7 +87,7 @@ class PromptEncoder:
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of `text` as it is: no special token in it, none before or after it."""
-        return self._plain(text)
+        return self._special.plain(text)
 
     def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages that the template gets: data.system_prompt first where there is no system message."""
@@ -100,7 +98,7 @@ class PromptEncoder:
 
     def has_special_text(self, text: str) -> bool:
         """Whether `text` holds the text of a special token."""
-        return self._special_text.search(text) is not None
+        return self._special.pattern.search(text) is not None
 
     def _encode_string(self, text: str) -> list[int]:
         if self._system_prompt is not None or self._args:
@@ -114,14 +112,14 @@ class PromptEncoder:
     def _encode_messages(self, messages: list[dict[str, Any]], render: _Rendering) -> list[int]:
         contents = [_content(message) for message in messages]
         self._check_fields(messages, render)
-        if any(self._special_text.search(content) for content in contents):
+        if any(self._special.pattern.search(content) for content in contents):
             ids = self._encode_apart(messages, contents, render)
         else:
             ids = self._ids(messages, render)
         if self._special_sequence(ids) != self._expected_sequence(messages, contents, render):
             raise UserError(
                 "the prompt's text would become special tokens of the model: remove text such as "
-                f"{sorted(self._special_of)[:3]} from it"
+                f"{sorted(self._special.of)[:3]} from it"
             )
         return ids
 
@@ -130,7 +128,7 @@ class PromptEncoder:
         fields = [{key: value for key, value in message.items() if key != "content"} for message in messages]
         check_written(self._template(render), fields, render.tools)
         for text in _strings([fields, render.tools]):
-            if found := self._special_text.search(text):
+            if found := self._special.pattern.search(text):
                 raise UserError(
                     f"only the content of a message can hold {found[0]!r}, a special token of the model, as text: take "
                     "it out of tools, tool calls, thoughts and names"
@@ -143,31 +141,15 @@ class PromptEncoder:
         and content together, is encoded at once, so nothing else differs from the usual way. That is verified on a
         twin of the messages in which the special text is replaced.
         """
-        twins = [self._special_text.sub(lambda match: "x" * len(match[0]), content) for content in contents]
-        if self._encode_runs(messages, twins, render) != self._ids(_with_contents(messages, twins), render):
+        twins = [self._special.pattern.sub(lambda match: "x" * len(match[0]), content) for content in contents]
+        if self._special.ids(self._parts(messages, twins, render)) != self._ids(
+            _with_contents(messages, twins), render
+        ):
             raise UserError(
                 "the prompt holds text of special tokens, and this tokenizer cannot encode it as plain text: remove "
-                f"text such as {sorted(self._special_of)[:3]} from it"
+                f"text such as {sorted(self._special.of)[:3]} from it"
             )
-        return self._encode_runs(messages, contents, render)
-
-    def _encode_runs(self, messages: list[dict[str, Any]], contents: list[str], render: _Rendering) -> list[int]:
-        ids: list[int] = []
-        run = ""
-        for part, is_template in self._parts(messages, contents, render):
-            pieces = self._special_text.split(part) if is_template else [part]
-            specials = self._special_text.findall(part) if is_template else []
-            run += pieces[0]
-            for special, text in zip(specials, pieces[1:], strict=True):
-                ids += [*self._plain(run), self._special_of[special]]
-                run = text
-        return ids + self._plain(run)
-
-    def _plain(self, text: str) -> list[int]:
-        if not text:
-            return []
-        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return cast(list[int], ids)
+        return self._special.ids(self._parts(messages, contents, render))
 
     def _parts(self, messages: list[dict[str, Any]], contents: list[str], render: _Rendering) -> list[tuple[str, bool]]:
         """The rendered prompt cut into template (True) and content (False), by rendering marks in place of contents."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 
+from tranship.data.special import SpecialTokens
 from tranship.types import UserError
 
 if TYPE_CHECKING:
@@ -47,11 +48,8 @@ class TurnEncoder:
         self._tokenizer = tokenizer
         self._args = dict(template_args or {})
         self._end_ids = frozenset(end_ids)
-        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_of = special
-        self._hidden_ids = {i for text, i in special.items() if text not in _TOOL_TAGS}
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special = SpecialTokens(tokenizer)
+        self._hidden_ids = {i for text, i in self._special.of.items() if text not in _TOOL_TAGS}
 
     def ended(self, turn_ids: np.ndarray) -> bool:
         """Whether a turn of the model ends by itself (and was not cut)."""
@@ -87,11 +85,11 @@ class TurnEncoder:
         kept, was_cut = [], False
         for message in messages:
             content = message["content"]
-            count = len(self._plain(content))
+            count = len(self._special.plain(content))
             while count > max_tokens:
                 was_cut = True
                 content = content[: min(len(content) - 1, len(content) * max_tokens // count)]
-                count = len(self._plain(content))
+                count = len(self._special.plain(content))
             max_tokens -= count
             kept.append({**message, "content": content})
         return kept, was_cut
@@ -116,23 +114,9 @@ class TurnEncoder:
         raise UserError("the chat template rewrites the contents of messages, which cannot be encoded as plain text")
 
     def _join(self, parts: Sequence[str], contents: Sequence[str]) -> list[int]:
-        """Ids of template parts and contents in turn; the text between two of the template's special tokens is encoded
-        at once, and content has no special tokens."""
-        ids: list[int] = []
-        run = ""
-        for part, content in zip(parts, [*contents, ""], strict=True):
-            first, *texts = self._special_text.split(part)
-            run += first
-            for special, text in zip(self._special_text.findall(part), texts, strict=True):
-                ids += [*self._plain(run), self._special_of[special]]
-                run = text
-            run += content
-        return ids + self._plain(run)
-
-    def _plain(self, text: str) -> list[int]:
-        if not text:
-            return []
-        return cast(list[int], self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        """Ids of template parts and contents in turn."""
+        pairs = zip(parts, [*contents, ""], strict=True)
+        return self._special.ids(piece for part, content in pairs for piece in ((part, True), (content, False)))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, tokenize: bool = False) -> Any:
         """The conversation as the template writes it, with the beginning of a turn at its end: text, or token ids."""

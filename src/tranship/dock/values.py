@@ -89,7 +89,9 @@ def unpack_value(data: bytes | memoryview) -> Any:
 
 def _pack(value: Any) -> bytes:
     packer = msgpack.Packer(default=_extend, strict_types=True, use_bin_type=True, unicode_errors="surrogatepass")
-    return packer.pack(value)
+    data = packer.pack(value)
+    assert data is not None
+    return data
 
 
 def _unpack(data: bytes | memoryview) -> Any:

@@ -16,12 +16,12 @@ from typing import Any
 from tranship.envs.answer import Answer, EnvSpec, to_answer
 from tranship.envs.frames import pack
 from tranship.envs.process import Session, Zygote
-from tranship.types import RunError, UserError
+from tranship.ipc import Mailbox
+from tranship.types import UserError
 
 START_TIMEOUT_S = 60.0
 _MAX_DEATHS_IN_A_ROW = 3
 _CLOSE_GRACE_S = 5.0
-_JOIN_TIMEOUT_S = 20.0
 
 
 class EnvPool:
@@ -62,27 +62,26 @@ class EnvPool:
         self._timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         self._log_file = log_file
-        self._wakeup = wakeup
-        self._lock = threading.Condition()
+        self._box: Mailbox[int, Answer] = Mailbox(wakeup)
+        # Appended to by the caller, taken from by the thread.
         self._commands: deque[tuple[int, bytes | None]] = deque()
-        self._answers: deque[tuple[int, Answer]] = deque()
         self._num_opened = 0
-        self._num_pending = 0
         self._spec: EnvSpec | None = None
-        self._fault: str | None = None
-        self._closing = False
         self._sessions: dict[int, Session] = {}
         self._waiting: deque[Session] = deque()
         self._deaths_in_a_row = 0
         self._zygote: Zygote | None = None
-        self._nudge_read, self._nudge_write = os.pipe()
-        os.set_blocking(self._nudge_write, False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._nudge_read, selectors.EVENT_READ)
+        self._selector.register(self._box.nudge_fd, selectors.EVENT_READ)
         # The kernel ends the zygote when the thread that started it ends: this one lives as long as the pool.
         self._thread = threading.Thread(target=self._serve, name="env-pool", daemon=True)
         self._thread.start()
-        self._await_start()
+        limit_s = start_timeout_s + 5.0
+        late = f"env.name: {name} was not made in {limit_s:.0f} s"
+        fault = self._box.await_start(lambda: self._spec is not None, limit_s, late)
+        if fault is not None:
+            self.close()
+            raise UserError(fault)
 
     def __enter__(self) -> EnvPool:
         return self
@@ -99,7 +98,7 @@ class EnvPool:
     @property
     def num_pending(self) -> int:
         """Requests whose answer `poll` has not returned yet (those of ended sessions included until it is known)."""
-        return self._num_pending
+        return self._box.num_pending
 
     def open(self, prompt_info: Mapping[str, Any], seed: int) -> int:
         """Begin a session and reset it; returns its number, under which `poll` answers. prompt_info: JSON values."""
@@ -117,67 +116,34 @@ class EnvPool:
 
     def poll(self) -> list[tuple[int, Answer]]:
         """The answers that came since the last call. Raises RunError if no session can be started any more."""
-        with self._lock:
-            if self._fault is not None:
-                raise RunError(self._fault)
-            found = list(self._answers)
-            self._answers.clear()
-            self._num_pending -= len(found)
-        return found
+        return self._box.poll()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `poll` has something to return or to raise, at most so long; says whether it has."""
-        with self._lock:
-            return self._lock.wait_for(lambda: bool(self._answers) or self._fault is not None, timeout_s)
+        return self._box.wait(timeout_s)
 
     def close(self) -> None:
         """End all sessions; what is pending is dropped. Closing twice is fine."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-        self._nudge()
-        self._thread.join(_JOIN_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise RunError(f"waited {_JOIN_TIMEOUT_S:.0f} s for the sessions of {self._name} to end after SIGKILL")
-        os.close(self._nudge_read)
-        os.close(self._nudge_write)
+        self._box.close(self._thread, f"the sessions of {self._name}")
 
     def _command(self, session: int, request: bytes | None) -> None:
-        with self._lock:
-            assert not self._closing, "the pool is closed"
-            self._num_pending += request is not None
-            self._commands.append((session, request))
-        self._nudge()
-
-    def _await_start(self) -> None:
-        limit_s = self._start_timeout_s + 5.0
-        with self._lock:
-            done = self._lock.wait_for(lambda: self._spec is not None or self._fault is not None, limit_s)
-            fault = self._fault if done else f"env.name: {self._name} was not made in {limit_s:.0f} s"
-        if fault is not None:
-            self.close()
-            raise UserError(fault)
-
-    def _nudge(self) -> None:
-        try:
-            os.write(self._nudge_write, b"x")
-        except BlockingIOError:
-            pass  # It is awake anyway.
+        self._box.expect(int(request is not None))
+        self._commands.append((session, request))
+        self._box.nudge()
 
     # What follows runs in the pool's thread.
 
     def _serve(self) -> None:
         try:
             self._start_zygote()
-            while not self._closing and self._fault is None:
+            while not self._box.closing and self._box.fault is None:
                 self._take_commands()
                 self._hand_out()
                 for key, events in self._selector.select(self._seconds_to_deadline()):
                     self._on_event(key, events)
                 self._check_deadlines()
         except BaseException as error:
-            self._fail(f"env.name: {self._name}: the pool failed: {type(error).__name__}: {error}")
+            self._box.fail(f"env.name: {self._name}: the pool failed: {type(error).__name__}: {error}")
             raise
         finally:
             for session in self._sessions.values():
@@ -191,10 +157,8 @@ class EnvPool:
         self._selector.register(self._zygote.control, selectors.EVENT_READ)
 
     def _take_commands(self) -> None:
-        with self._lock:
-            commands = list(self._commands)
-            self._commands.clear()
-        for number, request in commands:
+        while self._commands:
+            number, request = self._commands.popleft()
             if request is None:
                 self._end(number)
                 continue
@@ -239,8 +203,8 @@ class EnvPool:
 
     def _on_event(self, key: selectors.SelectorKey, events: int) -> None:
         assert self._zygote is not None
-        if key.fileobj == self._nudge_read:
-            os.read(self._nudge_read, 1 << 12)
+        if key.fileobj == self._box.nudge_fd:
+            self._box.drain()
         elif key.fileobj is self._zygote.control:
             self._read_zygote(self._zygote)
         elif isinstance(key.data, Session) and key.data.socket is key.fileobj:
@@ -285,12 +249,11 @@ class EnvPool:
 
     def _on_made(self, zygote: Zygote, message: dict[str, Any]) -> None:
         if "error" in message:
-            self._fail(message["error"])
+            self._box.fail(message["error"])
             return
         zygote.description, zygote.deadline = message, None
-        with self._lock:
-            self._spec = EnvSpec(tuple(message["tools"]), tuple(message["roles"]))
-            self._lock.notify_all()
+        self._spec = EnvSpec(tuple(message["tools"]), tuple(message["roles"]))
+        self._box.say_ready()
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -299,7 +262,7 @@ class EnvPool:
                 self._break(session, f"timed out after {self._timeout_s:g} s")
         assert self._zygote is not None
         if self._zygote.deadline is not None and now >= self._zygote.deadline:
-            self._fail(f"env.name: {self._name} was not made in {self._start_timeout_s:g} s")
+            self._box.fail(f"env.name: {self._name} was not made in {self._start_timeout_s:g} s")
             self._zygote.deadline = None
 
     def _break(self, session: Session, reason: str, known: bool = False) -> None:
@@ -323,8 +286,7 @@ class EnvPool:
         unanswered = session.request is not None or session.deadline is not None
         if session in self._waiting:
             self._waiting.remove(session)
-        with self._lock:
-            self._num_pending -= unanswered
+        self._box.expect(-int(unanswered))
         if session.socket is not None:
             self._close_socket(session)
             self._tell_zygote_to_end(session)
@@ -353,27 +315,16 @@ class EnvPool:
             if session.socket is not None or session.deadline is not None or session.ending:
                 self._break(session, reason, known=True)
         if not was_made:
-            self._fail(f"env.name: {self._name}: its process ended while it was made")
+            self._box.fail(f"env.name: {self._name}: its process ended while it was made")
         elif self._deaths_in_a_row >= _MAX_DEATHS_IN_A_ROW:
-            self._fail(f"env.name: {self._name}: {reason}, {self._deaths_in_a_row} times in a row")
-        if self._fault is None:
+            self._box.fail(f"env.name: {self._name}: {reason}, {self._deaths_in_a_row} times in a row")
+        if self._box.fault is None:
             self._start_zygote()
 
     def _deliver(self, session: Session, answer: Answer) -> None:
         session.request = None
         session.deadline = None
-        with self._lock:
-            self._answers.append((session.number, answer))
-            self._lock.notify_all()
-        if self._wakeup is not None:
-            self._wakeup.set()
-
-    def _fail(self, fault: str) -> None:
-        with self._lock:
-            self._fault = self._fault or fault
-            self._lock.notify_all()
-        if self._wakeup is not None:
-            self._wakeup.set()
+        self._box.deliver(session.number, answer)
 
 
 def describe_env(name: str, args: Mapping[str, Any] | None = None) -> EnvSpec:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tranship.envs.frames import COMMAND, END, OPEN, FrameReader, pack
+from tranship.envs.frames import COMMAND, END, OPEN, make_reader, pack
 
 _CHUNK = 1 << 16
 _SEND_TIMEOUT_S = 10.0
@@ -35,7 +35,7 @@ class Zygote:
         self.control.settimeout(_SEND_TIMEOUT_S)
         self.description: dict[str, Any] | None = None
         self.deadline: float | None = time.monotonic() + start_timeout_s
-        self._frames = FrameReader()
+        self._frames = make_reader()
         self.control.sendall(pack(setup))
 
     def fork(self, session: int) -> socket.socket:
@@ -85,7 +85,7 @@ class Session:
         self.started = 0.0
         self.ending = False
         self.fault: str | None = None
-        self._frames = FrameReader()
+        self._frames = make_reader()
         self._unsent = memoryview(b"")
 
     @property

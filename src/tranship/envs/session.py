@@ -11,7 +11,7 @@ import traceback
 from typing import Any
 
 from tranship.envs.env import Env, Message
-from tranship.envs.frames import FrameReader, pack
+from tranship.envs.frames import make_reader, pack
 from tranship.envs.tools import parse_tool_calls
 
 _MAX_ERROR = 500
@@ -19,7 +19,7 @@ _MAX_ERROR = 500
 
 def serve(env: Env, connection: socket.socket) -> None:
     """Answer {reset: prompt_info, seed} and {step: message} with {messages, ...} or {error}, until the input ends."""
-    frames = FrameReader()
+    frames = make_reader()
     while data := connection.recv(1 << 16):
         for request in frames.feed(data):
             connection.sendall(_answer(env, request))

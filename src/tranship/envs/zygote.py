@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tranship.envs.env import Env, make_env
-from tranship.envs.frames import COMMAND, OPEN, FrameReader, pack
+from tranship.envs.frames import COMMAND, OPEN, make_reader, pack
 from tranship.envs.session import limit, quiet, serve
 from tranship.envs.tools import Tool
 from tranship.types import UserError
@@ -64,7 +64,7 @@ def describe(env: Env) -> dict[str, Any]:
 
 
 def _read_setup(control: socket.socket) -> dict[str, Any] | None:
-    frames = FrameReader()
+    frames = make_reader()
     while data := control.recv(1 << 16):
         for setup in frames.feed(data):
             return setup

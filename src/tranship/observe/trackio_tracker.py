@@ -22,7 +22,7 @@ class TrackioTracker:
         folder = run_dir.resolve() / "trackio"
         os.environ.setdefault("TRACKIO_DIR", str(folder))
         name = f"{run_dir.resolve().name}-{kept_id(folder, resumed_step)}"
-        import trackio  # pyright: ignore[reportMissingImports]
+        import trackio
 
         # It prints instructions, which would run through the live view.
         with contextlib.redirect_stdout(io.StringIO()):

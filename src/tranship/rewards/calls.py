@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +68,18 @@ def _call(function: Callable[..., Any], args: dict[str, Any], name: str, setting
     extra = dict.fromkeys(more)
     try:
         signature.bind(**dict.fromkeys(POSITIONAL), **extra, **args)
-        return Call(lambda row: function(**{key: row[key] for key in (*POSITIONAL, *more)}, **args), is_async)
+        return Call(lambda row: function(**_given(row, (*POSITIONAL, *more)), **args), is_async)
     except TypeError as error:
         by_name = error
     try:
         signature.bind(*POSITIONAL, **extra, **args)
-        return Call(
-            lambda row: function(*(row[key] for key in POSITIONAL), **{key: row[key] for key in more}, **args), is_async
-        )
+        return Call(lambda row: function(*(row[key] for key in POSITIONAL), **_given(row, more), **args), is_async)
     except TypeError:
         raise UserError(
             f"{setting}: {name}{signature} cannot be called with ({', '.join(POSITIONAL)}) and the arguments "
             f"{args or '{}'}: {by_name}"
         ) from by_name
+
+
+def _given(row: Row, names: Iterable[str]) -> dict[str, Any]:
+    return {name: row if name == "row" else row[name] for name in names}

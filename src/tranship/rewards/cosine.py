@@ -46,36 +46,18 @@ class CosineLength:
         ground_truth: Any,
         extra_info: dict[str, Any] | None = None,
         *,
-        prompt: str,
-        messages: list[dict[str, Any]],
-        num_tokens: int,
-        finish_reason: str,
-        max_response_tokens: int,
-        completion_ids: list[int],
-        rollout_info: dict[str, Any],
+        row: dict[str, Any],
     ) -> Any:
         """The reward of a response, and under "of" what the inner function gave."""
-        row = {
-            "data_source": data_source,
-            "solution_str": solution_str,
-            "ground_truth": ground_truth,
-            "extra_info": extra_info,
-            "prompt": prompt,
-            "messages": messages,
-            "num_tokens": num_tokens,
-            "finish_reason": finish_reason,
-            "max_response_tokens": max_response_tokens,
-            "completion_ids": completion_ids,
-            "rollout_info": rollout_info,
-        }
         inner = to_score(self._of.run(row))
         if inner.status == "masked":
             return {**inner.extra, "masked": True}
         if inner.value is None:
             raise ValueError(f"of: {inner.reason}")
-        if finish_reason == "length":
+        if row["finish_reason"] == "length":
             score = self._exceeded
         else:
             start, end = self._right if inner.value > 0.5 else self._wrong
-            score = end + (start - end) * (1 + math.cos(math.pi * min(num_tokens / max_response_tokens, 1.0))) / 2
+            share = min(row["num_tokens"] / row["max_response_tokens"], 1.0)
+            score = end + (start - end) * (1 + math.cos(math.pi * share)) / 2
         return {**inner.extra, "score": score, "of": inner.value}

@@ -69,30 +69,10 @@ class HttpReward:
         ground_truth: Any,
         extra_info: dict[str, Any] | None = None,
         *,
-        prompt: str,
-        messages: list[dict[str, Any]],
-        num_tokens: int,
-        finish_reason: str,
-        max_response_tokens: int,
-        completion_ids: list[int],
-        rollout_info: dict[str, Any],
+        row: dict[str, Any],
     ) -> dict[str, Any]:
         """The server's answer. Raises RewardServerError naming what was wrong with it."""
-        body = {
-            "data_source": data_source,
-            "solution_str": solution_str,
-            "ground_truth": ground_truth,
-            "extra_info": extra_info,
-            "prompt": prompt,
-            "messages": messages,
-            "num_tokens": num_tokens,
-            "finish_reason": finish_reason,
-            "max_response_tokens": max_response_tokens,
-            "completion_ids": completion_ids,
-            "rollout_info": rollout_info,
-            **self._more,
-        }
-        content = json.dumps(body).encode()
+        content = json.dumps({**row, **self._more}).encode()
         for attempt in range(self._retries):
             try:
                 return await self._ask(content)

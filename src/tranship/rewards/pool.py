@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tranship.rewards.frames import pack
+from tranship.ipc import Mailbox, pack
 from tranship.rewards.log import Log
 from tranship.rewards.process import Running, Task, WorkerProcess
 from tranship.rewards.request import RewardRequest
@@ -26,7 +26,6 @@ from tranship.types import RunError, Score, UserError
 START_TIMEOUT_S = 60.0
 _MAX_DEATHS_IN_A_ROW = 3
 _CLOSE_GRACE_S = 0.5
-_JOIN_TIMEOUT_S = 20.0
 # How much later than a worker's event loop the pool gives up on a call: the loop does it first unless it is stuck.
 _LOOP_GRACE_S = 1.0
 _FORGED = "the reward process wrote to the pipe of its results"
@@ -75,25 +74,24 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._log = Log(log_file) if log_file else None
-        self._wakeup = wakeup
-        self._lock = threading.Condition()
+        self._box: Mailbox[Hashable, Score] = Mailbox(wakeup)
+        # Appended to by the caller, taken from by the thread.
         self._queue: deque[Task] = deque()
-        self._results: deque[tuple[Hashable, Score]] = deque()
         self._num_submitted = 0
-        self._num_pending = 0
         self._num_ready = 0
-        self._fault: str | None = None
-        self._closing = False
-        self._nudge_read, self._nudge_write = os.pipe()
-        os.set_blocking(self._nudge_write, False)
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._nudge_read, selectors.EVENT_READ, None)
+        self._selector.register(self._box.nudge_fd, selectors.EVENT_READ, None)
         self._deaths_in_a_row = 0
         # The kernel ends a worker when the thread that started it ends, so one thread does that as long as the pool is.
         self._thread = threading.Thread(target=self._serve, args=(num_workers,), name="reward-pool", daemon=True)
         self._thread.start()
-        self._await_start(num_workers)
+        limit_s = start_timeout_s + 5.0
+        late = f"{self._setting}: no worker was ready in {limit_s:.0f} s"
+        fault = self._box.await_start(lambda: self._num_ready >= num_workers, limit_s, late)
+        if fault is not None:
+            self.close()
+            raise UserError(fault)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -104,36 +102,27 @@ class RewardPool:
     @property
     def num_pending(self) -> int:
         """Samples submitted whose score `poll` has not returned yet."""
-        return self._num_pending
+        return self._box.num_pending
 
     def submit(self, key: Hashable, request: RewardRequest) -> None:
         """Queue a sample; `poll` returns its score under `key`."""
-        with self._lock:
-            assert not self._closing, "the pool is closed"
-            self._num_submitted += 1
-            number = self._num_submitted
-            self._num_pending += 1
-            self._queue.append(Task(key, number, pack({"id": number, "row": request.to_row()})))
-        self._nudge()
+        self._num_submitted += 1
+        frame = pack({"id": self._num_submitted, "row": request.to_row()})
+        self._box.expect()
+        self._queue.append(Task(key, self._num_submitted, frame))
+        self._box.nudge()
 
     def poll(self) -> list[tuple[Hashable, Score]]:
         """The scores that have come since the last call. Raises RunError if no worker can be started any more."""
-        with self._lock:
-            if self._fault is not None and self._num_pending:
-                raise RunError(self._fault)
-            found = list(self._results)
-            self._results.clear()
-            self._num_pending -= len(found)
-        return found
+        return self._box.poll()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `poll` has something to return or to raise, at most so long; says whether it has."""
-        with self._lock:
-            return self._lock.wait_for(lambda: bool(self._results) or self._fault is not None, timeout_s)
+        return self._box.wait(timeout_s)
 
     def score_all(self, requests: Sequence[RewardRequest]) -> list[Score]:
         """Scores of requests, in their order. Waits for them all."""
-        assert self._num_pending == 0, "samples of another caller are pending"
+        assert self.num_pending == 0, "samples of another caller are pending"
         for index, request in enumerate(requests):
             self.submit(index, request)
         scores: dict[Hashable, Score] = {}
@@ -148,47 +137,22 @@ class RewardPool:
 
     def close(self) -> None:
         """End all workers; what is pending is dropped. Closing twice is fine."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-        self._nudge()
-        self._thread.join(_JOIN_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise RunError(f"waited {_JOIN_TIMEOUT_S:.0f} s for the processes of {self._name} to end after SIGKILL")
-        os.close(self._nudge_read)
-        os.close(self._nudge_write)
-        if self._log is not None:
+        if self._box.close(self._thread, f"the processes of {self._name}") and self._log is not None:
             self._log.close()
 
-    # What follows, but for the first two, runs in the pool's thread.
-
-    def _await_start(self, num_workers: int) -> None:
-        limit_s = self._start_timeout_s + 5.0
-        with self._lock:
-            done = self._lock.wait_for(lambda: self._num_ready >= num_workers or self._fault is not None, limit_s)
-            fault = self._fault if done else f"{self._setting}: no worker was ready in {limit_s:.0f} s"
-        if fault is not None:
-            self.close()
-            raise UserError(fault)
-
-    def _nudge(self) -> None:
-        try:
-            os.write(self._nudge_write, b"x")
-        except BlockingIOError:
-            pass  # It is awake anyway.
+    # What follows runs in the pool's thread.
 
     def _serve(self, num_workers: int) -> None:
         try:
             for _ in range(num_workers):
                 self._start_worker()
-            while not self._closing:
+            while not self._box.closing:
                 self._hand_out()
                 for key, _ in self._selector.select(self._seconds_to_deadline()):
                     self._on_event(key)
                 self._check_deadlines()
         except BaseException as error:
-            self._fail(f"{self._setting}: the pool failed: {type(error).__name__}: {error}")
+            self._box.fail(f"{self._setting}: the pool failed: {type(error).__name__}: {error}")
             raise
         finally:
             self._end_workers()
@@ -203,14 +167,13 @@ class RewardPool:
 
     def _hand_out(self) -> None:
         while True:
-            with self._lock:
-                if not self._queue:
-                    return
-                task = self._queue[0]
-                free = [worker for worker in self._workers if worker.takes(task)]
-                if not free:
-                    return
-                self._queue.popleft()
+            if not self._queue:
+                return
+            task = self._queue[0]
+            free = [worker for worker in self._workers if worker.takes(task)]
+            if not free:
+                return
+            self._queue.popleft()
             worker = min(free, key=lambda worker: len(worker.running))
             worker.give(task, self._limit_s(worker))
             self._watch_input(worker)
@@ -234,7 +197,7 @@ class RewardPool:
     def _on_event(self, key: selectors.SelectorKey) -> None:
         worker = key.data
         if worker is None:
-            os.read(self._nudge_read, 1 << 12)
+            self._box.drain()
         elif worker not in self._workers:
             return  # It was replaced by an event of the same round.
         elif key.fd == worker.input_fd:
@@ -272,14 +235,13 @@ class RewardPool:
 
     def _on_started(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         if "error" in message:
-            self._fail(message["error"])
+            self._box.fail(message["error"])
             return
         worker.ready = True
         worker.in_flight = message["in_flight"]
         worker.start_deadline = None
-        with self._lock:
-            self._num_ready += 1
-            self._lock.notify_all()
+        self._num_ready += 1
+        self._box.say_ready()
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -303,34 +265,22 @@ class RewardPool:
             said = reason if len(self._terms) == 1 else f"{at}: {reason}"
             self._deliver(worker, running[0], invalid(said))
         else:
-            with self._lock:
-                self._queue.extendleft(replace(entry.task, alone=True) for entry in reversed(running))
+            self._queue.extendleft(replace(entry.task, alone=True) for entry in reversed(running))
         self._remove(worker)
         if not was_ready and self._num_ready == 0:
-            self._fail(f"{self._setting}: {reason} while it was imported")
+            self._box.fail(f"{self._setting}: {reason} while it was imported")
         elif self._deaths_in_a_row >= _MAX_DEATHS_IN_A_ROW:
-            self._fail(f"{self._setting}: {reason} without a sample, {self._deaths_in_a_row} times in a row")
+            self._box.fail(f"{self._setting}: {reason} without a sample, {self._deaths_in_a_row} times in a row")
         else:
             self._start_worker()
 
     def _deliver(self, worker: WorkerProcess, running: Running, score: Score) -> None:
         del worker.running[running.task.number]
-        with self._lock:
-            self._results.append((running.task.key, score))
-            self._lock.notify_all()
-        if self._wakeup is not None:
-            self._wakeup.set()
+        self._box.deliver(running.task.key, score)
 
     @property
     def _setting(self) -> str:
         return f"{self._terms[0].setting}: {self._name}"
-
-    def _fail(self, fault: str) -> None:
-        with self._lock:
-            self._fault = self._fault or fault
-            self._lock.notify_all()
-        if self._wakeup is not None:
-            self._wakeup.set()
 
     def _remove(self, worker: WorkerProcess) -> None:
         for descriptor in (worker.input_fd, worker.output_fd, worker.printed_fd):

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from tranship.rewards.frames import FrameReader, pack
+from tranship.ipc import FrameReader, pack
 from tranship.rewards.log import Log
 
 _EXIT_GRACE_S = 0.5

@@ -8,7 +8,7 @@ from typing import Any
 
 # What verl gives each function, in its order.
 POSITIONAL = ("data_source", "solution_str", "ground_truth", "extra_info")
-# What a function gets by name if its signature has that name.
+# What a function gets by name if its signature has that name; `row` is all of it, by these names and verl's.
 BY_NAME = (
     "prompt",
     "messages",
@@ -17,6 +17,7 @@ BY_NAME = (
     "max_response_tokens",
     "completion_ids",
     "rollout_info",
+    "row",
 )
 
 

@@ -21,8 +21,8 @@ import traceback
 from collections.abc import Coroutine
 from typing import Any
 
+from tranship.ipc import FrameReader, pack
 from tranship.rewards.calls import Call, Row, load
-from tranship.rewards.frames import FrameReader, pack
 from tranship.rewards.scoring import NOT_APPLICABLE, invalid, to_message, to_score
 from tranship.rewards.terms import Term, combine
 from tranship.types import Score, UserError

@@ -11,12 +11,11 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from tranship.config.schema import CriticConfig, TrainConfig
-from tranship.train.allocator import keep_freed_memory
 from tranship.train.engine import Metrics, Totals, ValueInputs, ValueLossFn
 from tranship.train.model_folder import checkpoint_activations, load_model, response_hidden
 from tranship.train.packed_steps import PackedSteps
 from tranship.train.packing import Pack, padded, spread
-from tranship.train.precision import check_deterministic
+from tranship.train.precision import prepare_device
 from tranship.types import TrainBatch
 
 # What Hugging Face's sequence classifiers call their output layer.
@@ -46,12 +45,7 @@ class TransformersCritic:
         deterministic: bool,
         trust_remote_code: bool = False,
     ) -> None:
-        place = torch.device(device)
-        if deterministic:
-            check_deterministic(place, config.precision)
-        if place.type == "cpu":
-            keep_freed_memory()
-        torch.manual_seed(seed)
+        place = prepare_device(device, config.precision, deterministic=deterministic, seed=seed)
         language_model = load_model(model_dir, place, trust_remote_code=trust_remote_code, need_head=False)
         if config.activation_checkpointing:
             checkpoint_activations(language_model)

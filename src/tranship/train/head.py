@@ -106,7 +106,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, grad_M: torch.Tensor | None, entropy_grad_M: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """With p = softmax and H its entropy: d logit = grad * (onehot(target) - p) - entropy_grad * p * (log p + H).

@@ -62,7 +62,7 @@ def load_model(
     head = model.get_output_embeddings()
     optional = {name for name, p in model.named_parameters() if not need_head and p is getattr(head, "weight", None)}
     check_complete(model_dir, set(info["missing_keys"]) - optional)
-    model.to(device)  # pyright: ignore[reportArgumentType]
+    model.to(device)
     model.eval()
     _check_packing(model, model_dir)
     return model

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tranship.train.allocator import keep_freed_memory
 from tranship.types import UserError
 
 # oneDNN's fp32 products here are as exact as MKL's; on a processor that would round to bf16 the error is above 1e-3.
@@ -40,6 +41,18 @@ def check_deterministic(device: torch.device, precision: str) -> None:
 
 
 @functools.cache
+def prepare_device(device: str, precision: str, *, deterministic: bool, seed: int) -> torch.device:
+    """The device, with the process's random numbers and its allocator as an engine wants them. Raises UserError where
+    deterministic training is not possible."""
+    place = torch.device(device)
+    if deterministic:
+        check_deterministic(place, precision)
+    if place.type == "cpu":
+        keep_freed_memory()
+    torch.manual_seed(seed)
+    return place
+
+
 def _onednn_is_exact() -> bool:
     """Whether "medium" keeps fp32 accuracy on this processor: one product against float64."""
     generator = torch.Generator().manual_seed(0)

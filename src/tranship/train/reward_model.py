@@ -40,7 +40,7 @@ class RewardModel:
         self._device = torch.device(device)
         self._batch_tokens = batch_tokens
         self._dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-        self._model = _load(model_dir, self._dtype, trust_remote_code).to(self._device)  # pyright: ignore[reportArgumentType]
+        self._model = _load(model_dir, self._dtype, trust_remote_code).to(self._device)
         self._head = _head(self._model, model_dir)
         self._context: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 

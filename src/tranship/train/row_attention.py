@@ -62,7 +62,7 @@ class _RowAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         query, key, value = ctx.saved_tensors
         index: AttentionIndex = ctx.index
         # Padding gets a gradient of exactly 0 here, and so gives none to what its places were filled with.

@@ -10,7 +10,6 @@ import torch
 
 from tranship.config.schema import TrainConfig
 from tranship.layouts.pieces import Piece
-from tranship.train.allocator import keep_freed_memory
 from tranship.train.engine import LossFn, LossInputs, Metrics, Totals, loss_needs
 from tranship.train.model_folder import (
     checkpoint_activations,
@@ -22,7 +21,7 @@ from tranship.train.model_folder import (
 from tranship.train.packed_steps import PackedSteps
 from tranship.train.packing import Pack, padded, spread
 from tranship.train.pieces import model_pieces, routing_buffers
-from tranship.train.precision import check_deterministic
+from tranship.train.precision import prepare_device
 from tranship.types import TrainBatch
 
 
@@ -46,12 +45,7 @@ class TransformersEngine:
         deterministic: bool,
         trust_remote_code: bool = False,
     ) -> None:
-        place = torch.device(device)
-        if deterministic:
-            check_deterministic(place, config.precision)
-        if place.type == "cpu":
-            keep_freed_memory()
-        torch.manual_seed(seed)
+        place = prepare_device(device, config.precision, deterministic=deterministic, seed=seed)
         self._model_dir = model_dir
         self._temperature = temperature or 1.0
         self._model = load_model(model_dir, place, trust_remote_code=trust_remote_code)

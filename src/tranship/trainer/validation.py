@@ -12,6 +12,7 @@ import numpy as np
 
 from tranship.config import ValidationConfig
 from tranship.dock import DockClient
+from tranship.dock.messages import Kind
 from tranship.observe import ValidationRecord, When
 from tranship.observe.scores import PromptScores, by_source, statistics, why_no_majority
 from tranship.trainer.columns import prompt_columns
@@ -50,7 +51,7 @@ class Validation:
         self._records: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         self._greedy: dict[int, bool] = {}
         first = -1 - step * 2 * len(prompts)
-        groups = []
+        groups: list[tuple[int, int, Kind, dict[str, Any]]] = []
         for greedy in (False, True) if config.greedy else (False,):
             size = 1 if greedy else config.samples_per_prompt
             for prompt in prompts:

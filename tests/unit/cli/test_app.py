@@ -212,7 +212,7 @@ def test_bench_calls_the_function_of_the_table(
     arguments = "quick, json_file, workloads, sides, rounds"
     file.write_text(f"def main({arguments}):\n    print({arguments})\n    return 3\n")
     fake = types.ModuleType("tranship.bench")
-    fake.BENCHES = {"mine": f"{file}:main"}  # pyright: ignore[reportAttributeAccessIssue]
+    fake.BENCHES = {"mine": f"{file}:main"}
     monkeypatch.setitem(sys.modules, "tranship.bench", fake)
     assert call("bench", "mine", "--quick", "--json", "out.json", "--workloads", "W", "--rounds", "2") == 3
     assert capsys.readouterr().out == "True out.json W  2\n"

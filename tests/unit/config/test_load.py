@@ -269,7 +269,7 @@ def test_no_value_at_any_key_ends_in_anything_but_one_line(value: Any, key: str)
 def test_the_configuration_cannot_be_changed() -> None:
     config = loads(RECIPE)
     with pytest.raises(ValidationError):
-        config.train.steps = 5  # pyright: ignore[reportAttributeAccessIssue]
+        config.train.steps = 5
 
 
 def test_every_field_has_a_description_or_speaks_for_itself() -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -15,7 +16,6 @@ from tranship.data.rows import Row
 from tranship.data.sources import load_rows
 from tranship.types import UserError
 
-datasets = pytest.importorskip("datasets")
 ROWS = [{"prompt": f"p{i}", "answer": str(i), "level": i} for i in range(4)]
 
 

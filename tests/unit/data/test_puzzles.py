@@ -5,13 +5,12 @@ import sys
 from typing import Any
 
 import pytest
+import reasoning_gym
 
 from tranship.config.schema import MixturePartConfig
 from tranship.data.rows import Row
 from tranship.data.sources import load_rows
 from tranship.types import UserError
-
-reasoning_gym = pytest.importorskip("reasoning_gym")
 
 
 def rows(task: str, limit: int | None = None, **args: Any) -> list[Row]:

@@ -1,6 +1,5 @@
 """A taskset of `verifiers`, as its users write one (imported only where that package is installed)."""
 
-# pyright: basic, reportMissingImports=false, reportInvalidTypeForm=false
 from collections.abc import Iterable
 from typing import Any
 

@@ -202,8 +202,8 @@ def test_a_pool_whose_zygote_dies_again_and_again_stops_the_run() -> None:
             zygote = pool._zygote
             assert zygote is not None
             os.kill(zygote._process.pid, signal.SIGKILL)
-            assert await_that(lambda old=zygote: pool._zygote is not old or pool._fault is not None)
-            assert await_that(lambda: pool._fault is not None or bool(pool._zygote and pool._zygote.description))
+            assert await_that(lambda old=zygote: pool._zygote is not old or pool._box.fault is not None)
+            assert await_that(lambda: pool._box.fault is not None or bool(pool._zygote and pool._zygote.description))
         with pytest.raises(RunError, match="3 times in a row"):
             pool.poll()
 

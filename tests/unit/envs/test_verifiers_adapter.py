@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ INSTALLED = importlib.util.find_spec("verifiers") is not None
 needs_package = pytest.mark.skipif(not INSTALLED, reason="verifiers is not installed")
 
 
-@pytest.mark.skipif(INSTALLED, reason="verifiers is installed")
-def test_without_the_package_it_says_what_to_install() -> None:
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(UserError, match="pip install 'verifiers"):
         VerifiersEnv("gsm8k")
 

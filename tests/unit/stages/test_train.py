@@ -44,7 +44,7 @@ class FakeEngine:
 def stage_of(rig: Rig, algorithm: AlgorithmConfig, engine: FakeEngine, critic: Critic | None = None) -> TrainStage:
     return TrainStage(
         rig.client,
-        engine,  # pyright: ignore[reportArgumentType]
+        engine,
         make_loss(algorithm),
         reads=rig.row("train").reads,
         groups_per_step=1,
@@ -117,7 +117,7 @@ def test_a_window_without_signal_counts_for_the_schedule(rig: Callable[..., Rig]
 def ppo(rig: Callable[..., Rig], warmup: int, critic_engine: FakeEngine) -> tuple[Rig, AlgorithmConfig, Critic]:
     algorithm = AlgorithmConfig(name="ppo", critic=CriticConfig(warmup_steps=warmup))
     made = rig(algorithm, batch=1)
-    return made, algorithm, Critic(critic_engine, lambda inputs, totals: None, warmup)  # pyright: ignore[reportArgumentType]
+    return made, algorithm, Critic(critic_engine, lambda inputs, totals: None, warmup)
 
 
 def test_the_critic_alone_is_trained_while_it_warms_up(rig: Callable[..., Rig]) -> None:

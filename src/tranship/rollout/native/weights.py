@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tranship.layouts.pieces import Piece, full_box
@@ -137,7 +139,7 @@ class Weights:
             row += shape[0]
             self._planned[storage] = (row, *shape[1:]), dtype
 
-    def _add_stack(self, storage: str, prefix: str, count: int, tensors: dict[str, tuple[int, ...]]) -> None:
+    def _add_stack(self, storage: str, prefix: str, count: int, tensors: Mapping[str, tuple[int, ...]]) -> None:
         """One storage [count, ...] that holds for each expert `tensors` (prefix.expert.name) one below the other."""
         for expert in range(count):
             row = 0
