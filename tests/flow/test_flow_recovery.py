@@ -56,15 +56,33 @@ def test_a_killed_sampler_trainer_and_dock_cost_time_and_nothing_else(
         run.wait_for("processes", 2)
         run.wait_for_steps(5)
         run.signal("dock", signal.SIGKILL)
-        back = run.wait_for("going_back", 2, timeout_s=10)
-        assert (back["name"], back["step"], back["number"]) == ("dock", 4, 2)
+        assert run.wait_for("worker_died", 2, timeout_s=10)["name"] == "dock"
+        assert run.wait_for("worker_replaced", 2)["name"] == "dock"
         assert run.end() == 0
+        assert len(run.events("going_back")) == 1, "a dock's successor goes on where it was"
         said = run.output()
     assert "process 'sampler-0' (pid " in said
     assert "going back to step 2 (restart 1 of at most 3)" in said
+    assert "another one goes on from what it left in shared memory" in said
     assert check_whole(tmp_path / "stormy", STEPS) == check_whole(calm, STEPS)
     assert weights_of(tmp_path / "stormy") == weights_of(calm)
     assert read_account(tmp_path / "stormy").facts() == read_account(calm).facts()
+
+
+@pytest.mark.slow
+def test_a_dock_without_a_journal_sends_the_run_back_to_its_last_cut(
+    recipe: Recipe, tmp_path: Path, calm: Path
+) -> None:
+    changes = {**SPLIT, "train__steps": STEPS, "reward__function": SLOW, "checkpoint__every_steps": 2}
+    changes["dock__journal"] = False
+    with WatchedRun(recipe(run__dir=str(tmp_path / "stormy"), **changes), tmp_path) as run:
+        run.wait_for_steps(3)
+        run.signal("dock", signal.SIGKILL)
+        back = run.wait_for("going_back", timeout_s=10)
+        assert (back["name"], back["step"], back["number"]) == ("dock", 2, 1)
+        assert run.end() == 0
+    assert check_whole(tmp_path / "stormy", STEPS) == check_whole(calm, STEPS)
+    assert weights_of(tmp_path / "stormy") == weights_of(calm)
 
 
 @pytest.mark.slow

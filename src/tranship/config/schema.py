@@ -367,6 +367,11 @@ class DockConfig(Section):
     )
     slab_bytes: int = Field(default=16 << 20, ge=1 << 16)
     capacity_bytes: int = Field(default=1 << 30, ge=1 << 20, description="Most payload held at once.")
+    journal: bool = Field(
+        default=True,
+        description="Where the dock has a process of its own: another one takes its place when it is killed. Without, "
+        "the run goes back to its last checkpoint then.",
+    )
 
 
 class CheckpointConfig(Section):

@@ -3,17 +3,20 @@
 Payload lies in slabs (`warehouse`, `slab`, `block`), state in a controller per stage (`controller`), the bound on
 staleness in `policy` and `window`, and what became of each group in `ledger`. `Dock` is the process that decides;
 `DockClient` is what a stage holds. Other processes reach a dock through `service` (`wire`, `frames`, `link`), its
-payload from other nodes through `runs` and `remote`; `durable` and `journal` let it outlive its process.
+payload from other nodes through `runs` and `remote`; `durable` and `journal` let it outlive its process. Other nodes
+have warehouses of their own: `warehouses` (their books), `keeper` (their processes), `nodes` (their readers).
 """
 
+from tranship.dock.access import DockAccess
 from tranship.dock.batch import Batch, GroupView
 from tranship.dock.block import Block, Ragged, pack
 from tranship.dock.buffers import Buffers
 from tranship.dock.client import DockClient
 from tranship.dock.dock import Dock
 from tranship.dock.errors import DockFull, StaleLease, StaleSlab
+from tranship.dock.keeper import Keeper
 from tranship.dock.ledger import Ledger
-from tranship.dock.link import DockProxy
+from tranship.dock.link import DockLink, DockProxy
 from tranship.dock.messages import Admission, BlockRef, Publish, StageNeeds, Status, Take
 from tranship.dock.policy import feasible
 from tranship.dock.served import ServedDock
@@ -28,10 +31,13 @@ __all__ = [
     "BlockRef",
     "Buffers",
     "Dock",
+    "DockAccess",
     "DockClient",
     "DockFull",
+    "DockLink",
     "DockProxy",
     "GroupView",
+    "Keeper",
     "Ledger",
     "Publish",
     "Ragged",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from tranship.dock.block import Ragged
 from tranship.dock.buffers import Buffers
+from tranship.dock.errors import StaleSlab
 from tranship.dock.group import OWN
 from tranship.dock.messages import BlockRef, GroupEntry, Kind, Take
 from tranship.dock.reader import BlockReader, Run
@@ -48,7 +50,7 @@ class Batch:
     `window` lists all groups of a training batch, the dropped ones too; `version` is the dock's at the take.
     """
 
-    def __init__(self, take: Take, reader: BlockReader) -> None:
+    def __init__(self, take: Take, reader: BlockReader, let_go: Callable[[int], None] = lambda lease: None) -> None:
         self.lease = take.lease
         self.stage = take.stage
         self.version = take.version
@@ -56,6 +58,7 @@ class Batch:
         self.num_dropped = take.num_dropped
         self._entries = take.groups
         self._reader = reader
+        self._let_go = let_go
         self._columns: dict[str, list[Any]] = {}
         self._group_columns: dict[str, list[Any]] = {}
         self._runs: dict[tuple[BlockRef, int, int], list[tuple[int, int]]] = {}
@@ -95,6 +98,15 @@ class Batch:
             self._group_columns[column] = [self._own_value(entry, column) for entry in self._entries]
         return self._group_columns[column]
 
+    @contextmanager
+    def _payload(self) -> Iterator[None]:
+        """Reads payload; if it cannot be had any more, the lease ends at once."""
+        try:
+            yield
+        except StaleSlab:
+            self._let_go(self.lease)
+            raise
+
     # Whole columns at once
 
     def packed(self, columns: Sequence[str], buffers: Buffers) -> dict[str, Ragged]:
@@ -108,7 +120,8 @@ class Batch:
         results: dict[str, Ragged] = {}
         for name, pieces in found.items():
             results[name] = self._lay_out(name, pieces, buffers, runs)
-        self._reader.read(runs, self._refs(found))
+        with self._payload():
+            self._reader.read(runs, self._refs(found))
         for name, ragged in results.items():
             if ragged.values.dtype == np.bool_ and ragged.values.size and int(ragged.values.view(np.uint8).max()) > 1:
                 raise ValueError(f"malformed block: column {name!r} has a bool that is neither 0 nor 1")
@@ -121,7 +134,8 @@ class Batch:
         """
         pieces = []
         for segment in self._segments(column):
-            block = self._reader.open(segment.ref)
+            with self._payload():
+                block = self._reader.open(segment.ref)
             values = block.column(column)
             pieces += [self._piece(values, column, run) for run in self._runs_of(segment, column, block)]
         return pieces
@@ -130,7 +144,9 @@ class Batch:
         """(block reference, column, [first, end) of its rows) for each run of a column."""
         found = []
         segments = self._segments(column)
-        for segment, block in zip(segments, self._reader.heads([one.ref for one in segments]), strict=True):
+        with self._payload():
+            blocks = self._reader.heads([one.ref for one in segments])
+        for segment, block in zip(segments, blocks, strict=True):
             values = block.column(column)
             found += [(segment.ref, values, run) for run in self._runs_of(segment, column, block)]
         return found
@@ -241,5 +257,6 @@ class Batch:
         return self._value(self._own_ref(entry, column), entry.group_id, OWN, column)
 
     def _value(self, ref: BlockRef, group_id: int, sample_index: int, column: str) -> Any:
-        block = self._reader.open(ref)
+        with self._payload():
+            block = self._reader.open(ref)
         return block.column(column)[block.row_of(group_id, sample_index)]

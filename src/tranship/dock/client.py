@@ -8,14 +8,13 @@ from typing import Any
 from tranship.dock.batch import Batch
 from tranship.dock.block import Ragged, pack
 from tranship.dock.errors import StaleLease, StaleSlab
-from tranship.dock.frames import node_of
 from tranship.dock.group import OWN
-from tranship.dock.link import DockLink
+from tranship.dock.link import DockLink, DockProxy
 from tranship.dock.messages import Admission, Answer, BlockRef, Kind, Publish, Status
+from tranship.dock.nodes import NodesReader
 from tranship.dock.reader import BlockReader, LocalReader
-from tranship.dock.remote import RemoteReader
 from tranship.dock.writer import BlockWriter
-from tranship.types import SampleId, UserError
+from tranship.types import SampleId
 
 
 class DockClient:
@@ -25,8 +24,8 @@ class DockClient:
     owner: this client's name, its own in the run: leases and slabs are counted on it. wait_s: how long a put waits for
     room (where all is in one process it does not wait, since nobody else could make room). seen_seq: a `seq` of the
     dock that is known here without a message; by default the dock is asked. can_park: `call` also takes `wait_s`, and
-    the dock then answers when it has something to give (see DockService). remote: how the payload is reached where it
-    is on another node (None: it is on this one).
+    the dock then answers when it has something to give (see DockService). reader: of the payload, which may lie on
+    other nodes (None: it is on this one).
     """
 
     def __init__(
@@ -37,20 +36,21 @@ class DockClient:
         wait_s: float,
         seen_seq: Callable[[], int] | None = None,
         can_park: bool = False,
-        remote: RemoteReader | None = None,
+        reader: NodesReader | None = None,
     ) -> None:
         self._call = call
         self._owner = owner
         self._seen_seq = seen_seq
         self._can_park = can_park
+        self._nodes = reader
         self._reader: BlockReader
-        if remote is None:
+        if reader is None:
             self._reader = local = LocalReader(call)
             wait_s = wait_s if local.is_shared else 0.0
-            self._writer = BlockWriter(call, owner, wait_s=wait_s, can_park=can_park)
         else:
-            self._reader = remote
-            self._writer = BlockWriter(call, owner, wait_s=wait_s, can_park=can_park, send=remote.write)
+            self._reader = reader
+        self._wait_s = wait_s
+        self._writer = self._make_writer()
         self._empty: dict[str, dict[tuple[Kind, ...], tuple[int | None, Answer]]] = {}
 
     @classmethod
@@ -70,12 +70,22 @@ class DockClient:
         and UserError if the payload is on another node whose dock serves none.
         """
         link = DockLink(address, secret, owner, reconnect_s=reconnect_s)
-        place = link.place
-        if place.folder is not None and place.node == (node or node_of(place.folder)):
-            return cls(link.call, owner, wait_s=wait_s, can_park=True)
-        if place.runs is None:
-            raise UserError(f"the payload of the dock at {address} is on another node ({place.node}), and not served")
-        return cls(link.call, owner, wait_s=wait_s, can_park=True, remote=RemoteReader(place.runs, secret))
+        return cls.over(link, secret, owner, wait_s=wait_s, node=node)
+
+    @classmethod
+    def over(
+        cls,
+        link: DockLink | DockProxy,
+        secret: bytes,
+        owner: str,
+        *,
+        wait_s: float,
+        node: str | None = None,
+        seen_seq: Callable[[], int] | None = None,
+    ) -> DockClient:
+        """As `connect`, over a connection that is there already."""
+        reader = NodesReader(link, secret, node)
+        return cls(link.call, owner, wait_s=wait_s, can_park=True, reader=reader, seen_seq=seen_seq)
 
     # Rows go in
 
@@ -250,6 +260,20 @@ class DockClient:
 
     # Inside
 
+    def _make_writer(self) -> BlockWriter:
+        options: dict[str, Any] = {"wait_s": self._wait_s, "can_park": self._can_park}
+        if self._nodes is not None:
+            options["node"] = self._nodes.own
+            options["send"] = self._nodes.write if self._nodes.is_distant else None
+        return BlockWriter(self._call, self._owner, **options)
+
+    def _let_go(self, lease: int) -> None:
+        """Payload of a lease cannot be had: its rows go back."""
+        try:
+            self._call("release", lease)
+        except StaleLease:
+            return
+
     def _seq(self) -> int:
         return self._call("status").seq if self._seen_seq is None else self._seen_seq()
 
@@ -273,7 +297,7 @@ class DockClient:
             self._empty.setdefault(stage, {})[kinds] = (version, answer)
             return None
         self._empty.pop(stage, None)
-        return Batch(answer.take, self._reader)
+        return Batch(answer.take, self._reader, self._let_go)
 
     def _put(
         self,
@@ -296,5 +320,8 @@ class DockClient:
                 self._writer.forget()
                 if attempt == 2:
                     raise
+                if self._nodes is not None:
+                    self._nodes.look_again()
+                    self._writer = self._make_writer()
             else:
                 return

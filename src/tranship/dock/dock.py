@@ -20,11 +20,14 @@ from tranship.dock.group import Group
 from tranship.dock.leases import LeaseTable
 from tranship.dock.ledger import Ledger
 from tranship.dock.messages import (
+    HOME,
     Admission,
     Answer,
+    Chore,
     ExpiredLease,
     Kind,
     MemoryUse,
+    NodePlace,
     Publish,
     SlabLease,
     StageNeeds,
@@ -33,6 +36,7 @@ from tranship.dock.messages import (
 )
 from tranship.dock.table import GroupTable
 from tranship.dock.warehouse import Warehouse
+from tranship.dock.warehouses import Warehouses
 from tranship.dock.window import Unfinished, Window
 
 
@@ -73,9 +77,9 @@ class Dock:
         if batch_groups < 1 or staleness < 0 or lease_s <= 0:
             raise ValueError(f"batch_groups {batch_groups}, staleness {staleness}, lease_s {lease_s}: out of range")
         self.seq = 0
-        self.warehouse = Warehouse(
-            run_id, slab_bytes, capacity_bytes, shared, root=root, adopt=adopt, prefault=prefault
-        )
+        home = Warehouse(run_id, slab_bytes, capacity_bytes, shared, root=root, adopt=adopt, prefault=prefault)
+        self.warehouse = Warehouses(home, slab_bytes, capacity_bytes, lease_s)
+        self._clock = clock
         self._flow = Flow(
             GroupTable(stages, self.warehouse),
             LeaseTable(lease_s),
@@ -413,10 +417,37 @@ class Dock:
 
     # Payload
 
-    def lease_slab(self, owner: str, min_bytes: int, giving_up: int | None = None) -> SlabLease | None:
-        """A slab to write into; see Warehouse."""
+    def lease_slab(
+        self, owner: str, min_bytes: int, giving_up: int | None = None, node: int = HOME
+    ) -> SlabLease | None:
+        """A slab of a node to write into; see Warehouse."""
         self._expire()
-        return self.warehouse.lease_slab(owner, min_bytes, giving_up)
+        return self.warehouse.lease_slab(owner, min_bytes, giving_up, node)
+
+    def open_warehouse(self, name: str, folder: str, runs: str) -> int:
+        """Another node has a warehouse from now on; see Warehouses."""
+        self._expire()
+        node = self.warehouse.open(name, folder, runs, self._clock())
+        self._changed()
+        return node
+
+    def chores(self, node: int, beat: int, done: Sequence[tuple[int, str]] = ()) -> list[Chore] | None:
+        """What the keeper of a node's warehouse has to do, None if nothing; see Warehouses. StaleSlab if it is lost."""
+        self._expire()
+        chores = self.warehouse.chores(node, beat, done, self._clock())
+        if done:
+            self._changed()
+        return chores or None
+
+    def places(self) -> list[NodePlace]:
+        """The warehouses besides that of the dock's own node."""
+        return self.warehouse.places()
+
+    def place_after(self, node: int, runs: str) -> str | None:
+        """Where the bytes of a node's warehouse can be had, once it is no longer `runs`; "" if it is lost."""
+        self._expire()
+        now = next((place.runs for place in self.warehouse.places() if place.node == node), "")
+        return None if now == runs else now
 
     def payload_folder(self) -> str | None:
         """Where slabs can be mapped; None if they are memory of this process."""
@@ -426,9 +457,9 @@ class Dock:
         """The memory of a slab of this process; only for callers in it."""
         return self.warehouse.memory(slab)
 
-    def memory_use(self) -> MemoryUse:
-        """How full the payload's memory is."""
-        return self.warehouse.use()
+    def memory_use(self, node: int = HOME) -> MemoryUse:
+        """How full the payload's memory is on a node."""
+        return self.warehouse.use(node)
 
     # For a successor of a killed process
 
@@ -439,6 +470,7 @@ class Dock:
     def renew_all(self) -> None:
         """All leases last for their full time from now on: nobody could say anything while no dock was there."""
         self._flow.renew_all()
+        self.warehouse.renew_all(self._clock())
 
     def base(self) -> dict[str, Any] | None:
         """Everything as plain values, for `restore_base`; None unless no group is here and no batch is under way."""
@@ -459,12 +491,20 @@ class Dock:
         self.seq = base["seq"]
 
     def next_deadline(self) -> float | None:
-        """When the next lease is over if nobody speaks, by the dock's clock; None if there is no lease."""
-        return self._flow.leases.next_deadline()
+        """When the next lease is over, or the next node is lost, if nobody speaks, by the dock's clock; None: never."""
+        deadlines = self._flow.leases.next_deadline(), self.warehouse.next_deadline()
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _expire(self, *speakers: int | None) -> None:
-        """End overdue leases. That of whoever speaks lives on: nobody has noticed its silence, so nobody was harmed."""
+        """End overdue leases. That of whoever speaks lives on: nobody has noticed its silence, so nobody was harmed.
+
+        What was on a node that has been silent for too long is lost: its groups begin again.
+        """
         if self._flow.expire([lease for lease in speakers if lease is not None]):
+            self._changed()
+        for node in self.warehouse.overdue(self._clock()):
+            self.warehouse.lose_node(node)
+            self._flow.begin_again_what_is_lost()
             self._changed()
 
     def _changed(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from tranship.dock.dock import Dock
 from tranship.dock.errors import DockFull, StaleLease, StaleSlab
 from tranship.dock.journal import Journal
+from tranship.dock.messages import HOME
 from tranship.dock.shared_folder import JOURNAL
 from tranship.dock.warehouse import LeaseOutcome
 from tranship.dock.wire import Request, decode_request, encode_failure, encode_reply
@@ -26,7 +27,17 @@ from tranship.types import RunError, UserError
 _log = logging.getLogger(__name__)
 _COMPACT_BYTES = 1 << 20
 _MAY_EMPTY = ("advance", "finish_val", "drop", "ack")
-_LOOKS_ONLY = ("status", "changed", "num_admissible", "payload_folder", "memory_use", "ledger_counts", "snapshot")
+_LOOKS_ONLY = (
+    "status",
+    "changed",
+    "places",
+    "place_after",
+    "num_admissible",
+    "payload_folder",
+    "memory_use",
+    "ledger_counts",
+    "snapshot",
+)
 _EXPECTED = (StaleLease, StaleSlab, DockFull, UserError, RunError, ValueError, TypeError, KeyError)
 
 
@@ -101,22 +112,26 @@ class DurableDock:
         deadline = self.dock.next_deadline()
         is_due = deadline is not None and deadline <= now
         if request.method not in ("ask", "lease_slab"):
-            if is_due or request.method not in _LOOKS_ONLY:
+            if is_due or not _looks_only(request):
                 self._write("m", now, name, ticket, body)
-            return self._execute(request)[0]
+            reply, gave = self._execute(request)
+            return None if waiting and not gave else reply
         if is_due:
             self._write("e", now)
             self.dock.expire_now()
         if request.method == "ask":
             return self._ask(name, ticket, request, body, waiting)
+        said, warehouse = request.arguments, self.dock.warehouse
+        changes = warehouse.changes
         reply, gave = self._execute(request)
-        said, outcome = request.arguments, self.dock.warehouse.last_lease
+        if said.get("node", HOME) != HOME:
+            if warehouse.changes != changes:
+                self._write_or_seal(said["owner"], "m", now, name, ticket, body)
+            return None if waiting and not gave else reply
+        outcome = warehouse.last_lease
         if gave or outcome.sealed or outcome.removed:
-            try:
-                self._write("s", now, name, ticket, said["owner"], said.get("giving_up"), list(outcome), reply)
-            except OSError:
-                self.dock.warehouse.seal(said["owner"])
-                raise
+            known = said.get("giving_up"), list(outcome), reply
+            self._write_or_seal(said["owner"], "s", now, name, ticket, said["owner"], *known)
         return None if waiting and not gave else reply
 
     def _ask(self, name: str, ticket: int, request: Request, body: bytes, waiting: bool) -> bytes | None:
@@ -147,6 +162,14 @@ class DurableDock:
             return encode_failure(error)
         self._acknowledged[name] = ticket
         return None
+
+    def _write_or_seal(self, owner: str, *entry: Any) -> None:
+        """Write down that a slab was leased; if that cannot be, nobody has it."""
+        try:
+            self._write(*entry)
+        except OSError:
+            self.dock.warehouse.seal(owner)
+            raise
 
     def _write(self, *entry: Any) -> None:
         if self._journal is not None:
@@ -212,8 +235,10 @@ class DurableDock:
         if kind == "m":
             name, ticket, body = rest
             request = decode_request(body)
-            said = {key: value for key, value in request.arguments.items() if key != "done"}
-            reply, _ = self._execute(request._replace(arguments=said))
+            if request.method == "ask":
+                said = {key: value for key, value in request.arguments.items() if key != "done"}
+                request = request._replace(arguments=said)
+            reply, _ = self._execute(request)
             if ticket:
                 self._last[name] = (ticket, reply)
         elif kind == "s":
@@ -237,3 +262,9 @@ class DurableDock:
             assert kind == "b", kind
             self.dock.restore_base(rest[0])
             self._last = {name: (ticket, reply) for name, ticket, reply in rest[1]}
+
+
+def _looks_only(request: Request) -> bool:
+    """Whether a message changes nothing that a successor needs to know. When a keeper was heard of last is not: a
+    successor gives it its full time."""
+    return request.method in _LOOKS_ONLY or (request.method == "chores" and not request.arguments.get("done"))

@@ -9,8 +9,8 @@ class StaleLease(RuntimeError):
     """The lease is gone, or no longer covers the rows: somebody else has them, or they have left the dock."""
 
 
-class StaleSlab(RuntimeError):
-    """The slab has been recycled, or was taken from its owner: the bytes are not those that were asked for."""
+class StaleSlab(StaleLease):
+    """The slab has been recycled, was taken from its owner, or was lost with its node: the bytes cannot be had."""
 
 
 class DockFull(RunError):

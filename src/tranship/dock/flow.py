@@ -10,7 +10,7 @@ from tranship.dock.controller import Controller, Key
 from tranship.dock.errors import StaleLease
 from tranship.dock.group import OWN, Group
 from tranship.dock.leases import Lease, LeaseTable
-from tranship.dock.ledger import TOO_STALE, Ledger
+from tranship.dock.ledger import LOST, TOO_STALE, Ledger
 from tranship.dock.messages import Admission, ExpiredLease, Take, Unit
 from tranship.dock.table import GroupTable, Ready
 from tranship.dock.window import Unfinished, Window
@@ -144,6 +144,9 @@ class Flow:
                 group.start_lease = None
                 self.bound.set_versions(group, None, group.published)
         self.close(lease)
+        for group in groups:
+            if self.table.is_lost(group):
+                self.begin_again(group)
 
     def close(self, lease: Lease) -> None:
         """A lease is over: its reader looks at nothing any more."""
@@ -160,6 +163,31 @@ class Flow:
                 lease.revoked.append(group.group_id)
         if not group.pins:
             self.table.free(group)
+
+    def begin_again_what_is_lost(self) -> None:
+        """A node is gone. Groups whose bytes were on it begin again, except those that are being trained on: whoever
+        has these may have read them, and else gives them back."""
+        for group in list(self.table.groups()):
+            if not group.in_batch and self.table.is_lost(group):
+                self.begin_again(group)
+
+    def begin_again(self, group: Group) -> None:
+        """A group has only its own columns left, as when it was admitted; who had rows of it has lost them. Without
+        these it leaves."""
+        own = self.table.own_columns(group)
+        self.bound.set_versions(group, None, None)
+        if any(self.table.is_lost_block(ref) for ref in own):
+            self.drop(group, LOST, None)
+            return
+        if group.kind == "train":
+            self.window.unresolve(group.group_id)
+        again = Group(group.group_id, group.size, group.kind, group.attempt)
+        with self.table.held(own):
+            self.leave(group, None)
+            ready = self.table.admit(again)
+            for ref, columns in own.items():
+                ready += self.table.store(again, again.sample(OWN), columns, ref)
+        self.resolve(ready)
 
     def drop(self, group: Group, reason: str, by: Lease | None) -> None:
         """A group leaves for a reason; a training group's place in a batch stays, empty, or is given up to another."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 TOO_STALE = "too_stale"
+LOST = "invalid:lost with its node"
 _FILTERED = "filtered"
 _INVALID = "invalid"
 

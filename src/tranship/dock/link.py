@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tranship.dock.frames import ConnectionLost, connect, receive_frame, send_frame, shut
@@ -14,6 +16,7 @@ from tranship.dock.wire import bind, decode_place, decode_reply, encode_request
 _ANSWER_S = 60.0
 _RETRY_S = 0.05
 _PARK_S = 30.0
+_LOOK_S = 0.5
 
 
 class DockLink:
@@ -22,17 +25,26 @@ class DockLink:
     address: "unix:PATH" or "tcp:HOST:PORT". secret: the run's. answer_s: how long the dock may take to answer, beyond
     what a call allows it to wait; then ConnectionLost, which is also raised when the connection ends. reconnect_s: for
     how long it looks for a dock that is not there, or for its successor, to which it repeats what was not answered.
-    Safe to call from several threads, one after the other.
+    meanwhile: called every now and then while it waits for either; what it raises ends the wait. Safe to call from
+    several threads, one after the other.
     """
 
     def __init__(
-        self, address: str, secret: bytes, name: str, *, answer_s: float = _ANSWER_S, reconnect_s: float = 0.0
+        self,
+        address: str,
+        secret: bytes,
+        name: str,
+        *,
+        answer_s: float = _ANSWER_S,
+        reconnect_s: float = 0.0,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._address = address
         self._secret = secret
         self._name = name
         self._answer_s = answer_s
         self._reconnect_s = reconnect_s
+        self._meanwhile = meanwhile
         self._lock = threading.Lock()
         self._ticket = secrets.randbits(60)
         self.place = self._connect(time.monotonic() + reconnect_s)
@@ -76,12 +88,16 @@ class DockLink:
             except ConnectionLost:
                 if time.monotonic() >= until:
                     raise
+                # Nothing tells when somebody listens again.
                 time.sleep(_RETRY_S)
+                if self._meanwhile is not None:
+                    self._meanwhile()
 
     def _exchange(self, request: bytes, wait_s: float) -> bytes:
         try:
             self._stream.settimeout(self._answer_s + wait_s)
             send_frame(self._stream, request)
+            self._await(self._answer_s + wait_s)
             return receive_frame(self._stream)
         except TimeoutError as error:
             self._stream.close()
@@ -92,16 +108,42 @@ class DockLink:
             self._stream.close()
             raise ConnectionLost(f"the dock at {self._address} is gone: {error}") from error
 
+    def _await(self, limit_s: float) -> None:
+        """Return when there is something to read, or after the limit."""
+        until = time.monotonic() + limit_s
+        while self._meanwhile is not None and time.monotonic() < until:
+            self._stream.settimeout(min(_LOOK_S, limit_s))
+            try:
+                self._stream.recv(1, socket.MSG_PEEK)
+            except TimeoutError:
+                self._meanwhile()
+            else:
+                break
+        self._stream.settimeout(limit_s)
+
 
 class DockProxy:
     """A dock elsewhere as a process of a run sees it: one connection for messages, and one that hears of changes."""
 
-    def __init__(self, address: str, secret: bytes, name: str, *, reconnect_s: float = 0.0) -> None:
-        self._link = DockLink(address, secret, name, reconnect_s=reconnect_s)
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        name: str,
+        *,
+        reconnect_s: float = 0.0,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        self._link = DockLink(address, secret, name, reconnect_s=reconnect_s, meanwhile=meanwhile)
         self._watcher: DockLink | None = None
         self._make_watcher = lambda: DockLink(address, secret, f"{name}/watch", reconnect_s=reconnect_s)
         self._seen_seq = -1
         self._failure: ConnectionLost | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where the payload is."""
+        return self._link.place
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What the dock's method returns or raises; `wait_s` as in DockLink."""

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from tranship.types import SampleId
 
 Kind = Literal["train", "val"]
+HOME = 0  # the number of the dock's own node
 Unit = Literal["group", "row"]
 
 
@@ -129,6 +130,23 @@ class SlabLease:
     generation: int
     path: str | None
     nbytes: int
+
+
+class Chore(NamedTuple):
+    """What the keeper of a warehouse has to do with a slab's file: make it, of nbytes bytes, or remove it (0)."""
+
+    slab: int
+    nbytes: int
+
+
+class NodePlace(NamedTuple):
+    """A warehouse besides the dock's own: the number and the name of its node, the folder of its slabs there, and the
+    address of the server that sends runs of their bytes."""
+
+    node: int
+    name: str
+    folder: str
+    runs: str
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,6 @@ class Place:
     runs: str | None = None
 
     @staticmethod
-    def of_folder(folder: str | None, runs: str | None = None) -> Place:
+    def of_folder(folder: str | None, runs: str | None = None, node: str | None = None) -> Place:
         """The place of a folder of this node."""
-        return Place(node_of(folder or "/"), folder, runs)
+        return Place(node or node_of(folder or "/"), folder, runs)

@@ -46,12 +46,13 @@ class BlockReader(Protocol):
 
 class LocalReader:
     """Maps the slabs of this node. call reaches the dock; only where the payload is memory of this process it is asked
-    for it. A block that nobody holds any more may be forgotten and is then parsed again.
+    for it. folder: of the slabs (None: the dock is asked). A block that nobody holds any more may be forgotten and is
+    then parsed again.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], folder: str | None = None) -> None:
         self._call = call
-        self._folder: str | None = call("payload_folder")
+        self._folder: str | None = folder or call("payload_folder")
         self._slabs: OrderedDict[int, memoryview] = OrderedDict()
         self._blocks: OrderedDict[BlockRef, Block] = OrderedDict()
 

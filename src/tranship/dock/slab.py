@@ -14,6 +14,17 @@ from tranship.dock.messages import BlockRef
 _MAGIC = b"TSHPSLB\x01"
 _HEADER = struct.Struct("<8sQQQ")
 PAYLOAD_AT = ALIGNMENT
+_NODE_SHIFT = 40
+
+
+def node_of_slab(slab: int) -> int:
+    """The number of the node whose warehouse a slab is in: slabs are numbered from `first_slab` of it on."""
+    return slab >> _NODE_SHIFT
+
+
+def first_slab(node: int) -> int:
+    """The number of the first slab of a node (0: the dock's own)."""
+    return (node << _NODE_SHIFT) + 1
 
 
 def slab_path(folder: str | Path, slab: int) -> Path:

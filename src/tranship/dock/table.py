@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from tranship.dock.controller import Controller, Key
 from tranship.dock.group import OWN, Group
 from tranship.dock.messages import BlockRef, StageNeeds
-from tranship.dock.warehouse import Warehouse
+from tranship.dock.warehouses import Warehouses
 from tranship.types import SampleId
 
 _SETS_KEPT = 1024
@@ -25,7 +26,7 @@ class Ready(NamedTuple):
 class GroupTable:
     """Groups by id. A published column goes to the controllers whose stage reads it, and to no other."""
 
-    def __init__(self, stages: Sequence[StageNeeds], warehouse: Warehouse) -> None:
+    def __init__(self, stages: Sequence[StageNeeds], warehouse: Warehouses) -> None:
         self.controllers = {needs.name: Controller(needs) for needs in stages}
         if len(self.controllers) != len(stages):
             raise ValueError(f"a stage stands twice: {[needs.name for needs in stages]}")
@@ -127,6 +128,32 @@ class GroupTable:
             for key, lease in controller.forget(group.group_id).items():
                 lost[lease].append(key)
         return lost
+
+    def is_lost(self, group: Group) -> bool:
+        """Whether any of a group's rows was on a node that is gone."""
+        return any(self._warehouse.is_lost(slab) for slab in group.slabs)
+
+    def is_lost_block(self, ref: BlockRef) -> bool:
+        """Whether a block was on a node that is gone."""
+        return self._warehouse.is_lost(ref.slab)
+
+    @staticmethod
+    def own_columns(group: Group) -> dict[BlockRef, list[str]]:
+        """A group's own columns, by the block they lie in."""
+        own: defaultdict[BlockRef, list[str]] = defaultdict(list)
+        for column, refs in group.columns.items():
+            if OWN in refs:
+                own[refs[OWN]].append(column)
+        return own
+
+    @contextmanager
+    def held(self, blocks: Iterable[BlockRef]) -> Iterator[None]:
+        """While it lasts, these blocks stay where they are."""
+        for ref in blocks:
+            self._warehouse.retain(ref.slab, 1)
+        yield
+        for ref in blocks:
+            self._warehouse.release(ref.slab, 1)
 
     def free(self, group: Group) -> None:
         """Nobody looks at a group that has left: its rows are dead."""

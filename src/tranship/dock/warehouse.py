@@ -21,13 +21,15 @@ from tranship.dock.slab import PAYLOAD_AT, header, slab_path
 
 
 @dataclass
-class _Slab:
+class Slab:
+    """The record of a slab. making: its file is not there yet."""
+
     id: int
     nbytes: int
     owner: str
     memory: memoryview | None
     generation: int = 1
-    state: Literal["open", "sealed", "free"] = "open"
+    state: Literal["making", "open", "sealed", "free"] = "open"
     live: int = 0
     # Taken from an owner that may still write into it: these pages are never given to anybody else.
     abandoned: bool = False
@@ -50,6 +52,7 @@ class Warehouse:
     slab_bytes: usual size of a slab. capacity_bytes: of all of them together. root: where the files are (/dev/shm).
     adopt: the folder of a predecessor that was killed; what it did is repeated, without touching its files, until
     `settle`. prefault: how many slabs are made at the start, so that the first writers do not wait for fresh pages.
+    first: the number of the first slab.
     """
 
     def __init__(
@@ -62,12 +65,13 @@ class Warehouse:
         root: Path | None = None,
         adopt: Path | None = None,
         prefault: int = 0,
+        first: int = 1,
     ) -> None:
         self._slab_bytes = align(slab_bytes)
         self._capacity = capacity_bytes
-        self._slabs: dict[int, _Slab] = {}
+        self._slabs: dict[int, Slab] = {}
         self._open: dict[str, int] = {}
-        self._next = 1
+        self._next = first
         self._held = 0
         self._refusal = ""
         self._removed: list[int] = []
@@ -119,7 +123,7 @@ class Warehouse:
         if not outcome.slab:
             return
         if outcome.created:
-            self._slabs[outcome.slab] = _Slab(outcome.slab, outcome.nbytes, owner, None)
+            self._slabs[outcome.slab] = Slab(outcome.slab, outcome.nbytes, owner, None)
             self._next = outcome.slab + 1
             self._held += outcome.nbytes
         self._lease_out(self._slabs[outcome.slab], owner)
@@ -157,7 +161,7 @@ class Warehouse:
         assert not self._slabs, "a warehouse in use cannot be restored"
         self._next, slabs = snapshot
         for slab_id, nbytes, owner, generation, state in slabs:
-            self._slabs[slab_id] = _Slab(slab_id, nbytes, owner, None, generation, state)
+            self._slabs[slab_id] = Slab(slab_id, nbytes, owner, None, generation, state)
             self._held += nbytes
             if state == "open":
                 self._open[owner] = slab_id
@@ -195,6 +199,10 @@ class Warehouse:
             raise StaleSlab(f"slab {slab} is gone")
         return entry.memory
 
+    def path(self, slab: int) -> str | None:
+        """The file of a slab; None if it is memory of this process."""
+        return str(slab_path(self._folder.path, slab)) if self._folder else None
+
     def use(self) -> MemoryUse:
         """How full it is, and why the last slab was refused."""
         busy = sum(slab.nbytes for slab in self._slabs.values() if slab.state != "free")
@@ -220,24 +228,23 @@ class Warehouse:
         if owner in self._open:
             self._seal(self._slabs[self._open[owner]], abandoned=self._open[owner] != giving_up)
 
-    def _lease_out(self, slab: _Slab, owner: str) -> SlabLease:
+    def _lease_out(self, slab: Slab, owner: str) -> SlabLease:
         slab.owner, slab.state = owner, "open"
         self._open[owner] = slab.id
-        path = str(slab_path(self._folder.path, slab.id)) if self._folder else None
-        return SlabLease(slab.id, slab.generation, path, slab.nbytes)
+        return SlabLease(slab.id, slab.generation, self.path(slab.id), slab.nbytes)
 
-    def _make_room(self, slab: _Slab) -> None:
+    def _make_room(self, slab: Slab) -> None:
         """Remove a free slab for another one."""
         self._removed.append(slab.id)
         self._remove(slab)
 
-    def _seal(self, slab: _Slab, *, abandoned: bool) -> None:
+    def _seal(self, slab: Slab, *, abandoned: bool) -> None:
         del self._open[slab.owner]
         slab.state = "sealed"
         slab.abandoned = abandoned
         self._recycle(slab)
 
-    def _recycle(self, slab: _Slab) -> None:
+    def _recycle(self, slab: Slab) -> None:
         if slab.live or slab.state != "sealed":
             return
         if slab.abandoned:
@@ -247,16 +254,16 @@ class Warehouse:
         slab.generation += 1
         self._write_header(slab)
 
-    def _free(self) -> Iterator[_Slab]:
+    def _free(self) -> Iterator[Slab]:
         return (slab for slab in self._slabs.values() if slab.state == "free")
 
-    def _reuse(self, owner: str, nbytes: int) -> _Slab | None:
+    def _reuse(self, owner: str, nbytes: int) -> Slab | None:
         """A free slab that is large enough: one that the owner had first, since its pages are mapped there, and none
         that is larger than need be."""
         fitting = (slab for slab in self._free() if slab.nbytes >= nbytes)
         return min(fitting, key=lambda slab: (slab.owner != owner, slab.nbytes, slab.id), default=None)
 
-    def _create(self, owner: str, nbytes: int) -> _Slab | None:
+    def _create(self, owner: str, nbytes: int) -> Slab | None:
         for slab in list(self._free()):
             if self._held + nbytes <= self._capacity:
                 break
@@ -264,7 +271,7 @@ class Warehouse:
         if self._held + nbytes > self._capacity:
             self._refusal = f"{self._held} of {self._capacity} bytes (dock.capacity_bytes) are in use"
             return None
-        slab = _Slab(self._next, nbytes, owner, None)
+        slab = Slab(self._next, nbytes, owner, None)
         if self._folder:
             if not self._create_file(slab):
                 for free in list(self._free()):
@@ -279,7 +286,7 @@ class Warehouse:
         self._write_header(slab)
         return slab
 
-    def _create_file(self, slab: _Slab) -> bool:
+    def _create_file(self, slab: Slab) -> bool:
         """Whether the memory of a slab's file could be set aside now; later, a lack of it would kill the writer."""
         assert self._folder is not None
         path = slab_path(self._folder.path, slab.id)
@@ -299,7 +306,7 @@ class Warehouse:
             os.close(descriptor)
         return True
 
-    def _write_header(self, slab: _Slab) -> None:
+    def _write_header(self, slab: Slab) -> None:
         if self._repeats:
             return
         data = header(slab.id, slab.generation, slab.nbytes)
@@ -313,7 +320,7 @@ class Warehouse:
         finally:
             os.close(descriptor)
 
-    def _remove(self, slab: _Slab) -> None:
+    def _remove(self, slab: Slab) -> None:
         slab.generation += 1
         self._write_header(slab)
         del self._slabs[slab.id]

@@ -191,6 +191,10 @@ class Window:
             self._add(deadline)
             self.bury(group_id, deadline)
 
+    def unresolve(self, group_id: int) -> None:
+        """A group that is in no batch can no longer be trained on; its deadline has been taken off by `move`."""
+        self._resolved.pop(group_id, None)
+
     def is_resolved(self, group_id: int) -> bool:
         """Whether a group can be trained on, or was dropped."""
         return group_id in self._resolved

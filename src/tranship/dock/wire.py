@@ -19,9 +19,11 @@ from tranship.dock.messages import (
     Admission,
     Answer,
     BlockRef,
+    Chore,
     ExpiredLease,
     GroupEntry,
     MemoryUse,
+    NodePlace,
     Publish,
     SlabLease,
     Status,
@@ -318,6 +320,8 @@ PUBLISH = _record(Publish, TEXT, REF, ROWS, TEXTS, _optional(INT), _optional(INT
 STATUS = _record(Status, INT, INT, INT, INT, INT)
 SLAB_LEASE = _record(SlabLease, INT, INT, _optional(TEXT), INT)
 MEMORY_USE = _record(MemoryUse, INT, INT, INT, TEXT)
+CHORE = _record(Chore, INT, INT)
+NODE_PLACE = _record(NodePlace, INT, TEXT, TEXT, TEXT)
 EXPIRED = _list_of(_record(ExpiredLease, INT, TEXT, TEXT, INT_TUPLE))
 
 
@@ -382,9 +386,13 @@ METHODS: Mapping[str, tuple[Mapping[str, Codec], Codec]] = {
     "ledger_counts": ({}, LEDGER_COUNTS),
     "snapshot": ({}, SNAPSHOT),
     "restore": ({"snapshot": SNAPSHOT}, INTS),
-    "lease_slab": ({"owner": TEXT, "min_bytes": INT, "giving_up": _optional(INT)}, _optional(SLAB_LEASE)),
+    "lease_slab": ({"owner": TEXT, "min_bytes": INT, "giving_up": _optional(INT), "node": INT}, _optional(SLAB_LEASE)),
+    "open_warehouse": ({"name": TEXT, "folder": TEXT, "runs": TEXT}, INT),
+    "chores": ({"node": INT, "beat": INT, "done": _list_of(_pair(INT, TEXT))}, _optional(_list_of(CHORE))),
+    "places": ({}, _list_of(NODE_PLACE)),
+    "place_after": ({"node": INT, "runs": TEXT}, _optional(TEXT)),
     "payload_folder": ({}, _optional(TEXT)),
-    "memory_use": ({}, MEMORY_USE),
+    "memory_use": ({"node": INT}, MEMORY_USE),
 }
 
 

@@ -11,16 +11,16 @@ import numpy as np
 from tranship.dock.block import PackedBlock
 from tranship.dock.buffers import Buffers
 from tranship.dock.errors import DockFull
-from tranship.dock.messages import BlockRef, SlabLease
-from tranship.dock.slab import PAYLOAD_AT, map_file
+from tranship.dock.messages import HOME, BlockRef, SlabLease
+from tranship.dock.slab import PAYLOAD_AT, header, map_file
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 class BlockWriter:
     """The writing side of one owner. wait_s: how long it waits for room before it gives up. can_park: `call` takes
-    wait_s too, and the dock answers when there is room; else it is asked again after a pause. send: brings a block to a
-    slab on another node (None: the slab is mapped here)."""
+    wait_s too, and the dock answers when there is room; else it is asked again after a pause. node: the number of the
+    node whose slabs it writes into. send: brings a block to a slab on another node (None: the slab is mapped here)."""
 
     def __init__(
         self,
@@ -29,12 +29,14 @@ class BlockWriter:
         *,
         wait_s: float,
         can_park: bool = False,
+        node: int = HOME,
         send: Callable[[BlockRef, memoryview], None] | None = None,
     ) -> None:
         self._call = call
         self._owner = owner
         self._wait_s = wait_s
         self._can_park = can_park
+        self._node = {} if node == HOME else {"node": node}
         self._send = send
         self._buffers = Buffers()
         self._lease: SlabLease | None = None
@@ -74,7 +76,7 @@ class BlockWriter:
         start, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             parking = {"wait_s": self._wait_s} if self._can_park and self._wait_s else {}
-            lease = self._call("lease_slab", self._owner, nbytes, giving_up, **parking)
+            lease = self._call("lease_slab", self._owner, nbytes, giving_up, **self._node, **parking)
             if lease is not None:
                 break
             giving_up = None
@@ -94,10 +96,14 @@ class BlockWriter:
             if len(self._mapped) > 64:
                 self._mapped.clear()
             self._mapped[lease.slab] = map_file(lease.path, writable=True)
-        return self._mapped[lease.slab]
+        memory = self._mapped[lease.slab]
+        # Before anything else is written, a late reader of what lay here finds out.
+        head = header(lease.slab, lease.generation, lease.nbytes)
+        memory[: len(head)] = head
+        return memory
 
     def _full_text(self, nbytes: int, waited: float) -> str:
-        use = self._call("memory_use")
+        use = self._call("memory_use", **self._node)
         return (
             f"{self._owner} waited {waited:.1f} s for room for {nbytes} bytes in the dock: {use.refusal}; "
             "raise dock.capacity_bytes, or lower dock.slab_bytes, train.batch_size or dock.staleness"

@@ -55,13 +55,16 @@ class Context:
     """What a hosted object gets from its host, as the keyword argument `context` of its factory.
 
     name: the process's. wakeup: set it, from any thread, to have `poll` run again soon. emit: send a small dictionary
-    (what msgpack can carry) to the driver. objects: the store of immutable arrays.
+    (what msgpack can carry) to the driver. objects: the store of immutable arrays. node: the name of the node that it
+    is on. host: the address under which other nodes reach this one; "127.0.0.1" where there are none.
     """
 
     name: str
     wakeup: threading.Event
     emit: Callable[[dict[str, Any]], None]
     objects: ObjectStore
+    node: str = "local"
+    host: str = "127.0.0.1"
 
 
 class Pending(Protocol):
@@ -144,13 +147,18 @@ class Runtime(Protocol):
         kind: Kind,
         num_threads: int | None = None,
         num_accelerators: float = 0,
+        node: str | None = None,
     ) -> Handle:
         """Host the object that `factory` ("module:callable" or "file.py:callable") makes of `kwargs` and a Context.
 
         num_threads: of its numerical libraries (None: they decide). num_accelerators: devices set aside for it.
-        Of several nodes, that of the driver gets the services, and loops are spread over all of them.
+        node: one of `nodes`; None: of several, that of the driver gets the services, and loops are spread over all.
         May return before the object is built: an error of the factory is raised by `wait_ready`, by calls, or here.
         """
+        ...
+
+    def nodes(self) -> list[str]:
+        """The names of the nodes that live, the driver's first."""
         ...
 
     def service_proxy(self, name: str) -> ServiceProxy:

@@ -140,8 +140,11 @@ class InlineRuntime:
         kind: Kind,
         num_threads: int | None = None,
         num_accelerators: float = 0,
+        node: str | None = None,
     ) -> Handle:
         """Build an object here. num_threads holds for the whole process until shutdown; devices are all visible."""
+        if node not in (None, *self.nodes()):
+            raise RunError(f"there is no node {node!r}: one process has {self.nodes()} alone")
         if name in self._handles:
             raise RunError(f"a process called {name!r} is already running: stop it first")
         if num_threads is not None:
@@ -159,6 +162,10 @@ class InlineRuntime:
 
     def _forget(self, handle: InlineHandle) -> None:
         del self._handles[handle.name]
+
+    def nodes(self) -> list[str]:
+        """The one that there is."""
+        return ["local"]
 
     def service_proxy(self, name: str) -> ServiceProxy:
         """A proxy that calls the service directly."""

@@ -188,10 +188,11 @@ class RayRuntime:
         kind: Kind,
         num_threads: int | None = None,
         num_accelerators: float = 0,
+        node: str | None = None,
     ) -> Handle:
         """Start a process that builds the object; returns while it does.
 
-        In a cluster of several nodes a service is placed on the driver's node, and loops are spread over all of them.
+        node: None: in a cluster of several a service is placed on the driver's, and loops are spread over all of them.
         """
         if name in self._handles:
             raise RunError(f"a process called {name!r} is already running: stop it first")
@@ -206,12 +207,17 @@ class RayRuntime:
             max_concurrency=1000,
             max_restarts=0,
             max_task_retries=0,
-            **({} if own else {"scheduling_strategy": _node_of(kind)}),
+            **({} if own else {"scheduling_strategy": _place(kind, node)}),
             **_accelerators(num_accelerators),
         ).remote(surroundings)
         handle = RayHandle(name, kind, actor, Recipe(name, factory, kwargs, num_threads), self)
         self._handles[name] = handle
         return handle
+
+    def nodes(self) -> list[str]:
+        """Ray's names of the nodes that live."""
+        own = ray.get_runtime_context().get_node_id()
+        return [own, *(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own)]
 
     def service_proxy(self, name: str) -> ServiceProxy:
         """A proxy that can be sent to other processes."""
@@ -320,11 +326,11 @@ class RayRuntime:
         self.shutdown()
 
 
-def _node_of(kind: Kind) -> Any:
+def _place(kind: Kind, node: str | None) -> Any:
     """Where Ray puts a process: a service beside the driver, which talks to it most; loops spread over the nodes."""
-    if kind == "loop":
+    if node is None and kind == "loop":
         return "SPREAD"
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return NodeAffinitySchedulingStrategy(node or ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _accelerators(count: float) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from tranship.lookup import resolve
 from tranship.runtime.base import Context, plain_event
 from tranship.runtime.ray_objects import RayObjects
@@ -168,7 +170,8 @@ class _Host:
         return self._mailbox
 
     def _build(self, recipe: Recipe, wakeup: threading.Event, box: _Mailbox) -> None:
-        context = Context(recipe.name, wakeup, box.emit, RayObjects())
+        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        context = Context(recipe.name, wakeup, box.emit, RayObjects(), node, host)
         self._hosted = resolve(recipe.factory, {}, f"process {recipe.name!r}")(**recipe.kwargs, context=context)
         limit_threads(recipe.num_threads)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tranship.dock import DockClient
+from tranship.dock import DockAccess, DockClient, DockLink
+from tranship.dock.frames import new_secret
 from tranship.runtime import Handle, Runtime, RuntimeOptions
 from tranship.trainer.placement import WorkerPlan
 from tranship.trainer.preflight import Report
+from tranship.worker.dock_service import RECONNECT_S
 
 START_S = 600.0
-_DOCK_S = 60.0
+COORDINATOR = "coordinator"
 _WEIGHT_VERSIONS_KEPT = 3
 
 
@@ -26,42 +29,57 @@ def runtime_options(report: Report) -> RuntimeOptions:
     )
 
 
-def start_processes(
-    runtime: Runtime, report: Report, run_dir: Path, attempt: int = 0
-) -> tuple[DockClient, list[Handle]]:
-    """The coordinator's client of the dock, and the workers in the order of `report.workers`, all of them ready.
-
-    attempt: how often the run has gone back to a cut before.
-    """
-    dock = start_dock(runtime, report, run_dir, attempt)
+def start_processes(runtime: Runtime, report: Report, run_dir: Path) -> tuple[DockClient, list[Handle]]:
+    """The coordinator's client of the dock, and the workers in the order of `report.workers`, all of them ready."""
+    dock = start_dock(runtime, report, dock_name(run_dir, 0), new_secret())
     workers = [start_worker(runtime, report, plan, plan.name) for plan in report.workers]
     for handle in (dock, *workers):
         handle.wait_ready(START_S)
-    return dock_client(dock, report), workers
+
+    def hear() -> None:
+        runtime.poll(0.0)
+
+    return dock_client(dock, report, hear), workers
 
 
-def start_dock(runtime: Runtime, report: Report, run_dir: Path, attempt: int) -> Handle:
-    """The dock, while it is being built. Its folder has a name of each attempt's own: a dead one may have left one."""
-    return runtime.start(
-        "dock",
-        "tranship.worker.dock_service:make_dock",
-        {
-            "config": report.config,
-            "table": report.table,
-            "run_id": f"{run_dir.resolve().name}-{os.getpid()}" + (f"-{attempt}" if attempt else ""),
-            "shared": report.config.placement.runtime != "inline",
-        },
-        kind="service",
-    )
+def dock_name(run_dir: Path, attempt: int) -> str:
+    """The name of a dock's payload, each attempt's own: a dead one may have left some."""
+    return f"{run_dir.resolve().name[-40:]}-{os.getpid()}" + (f"-{attempt}" if attempt else "")
 
 
-def dock_client(dock: Handle, report: Report) -> DockClient:
-    """The coordinator's. It goes by the handle, which notices in seconds that the process is gone or held."""
+def start_dock(runtime: Runtime, report: Report, run_id: str, secret: bytes, adopt: DockAccess | None = None) -> Handle:
+    """The dock, while it is being built. adopt: a dead one's, from which it goes on."""
+    kwargs: dict[str, Any] = {"config": report.config, "table": report.table, "run_id": run_id}
+    factory = "make_dock"
+    if not _is_inline(report):
+        factory = "DockHost"
+        across = report.config.placement.ray_address is not None
+        kwargs |= {"secret": secret, "across": across, "adopt": adopt}
+    return runtime.start("dock", f"tranship.worker.dock_service:{factory}", kwargs, kind="service")
 
-    def call(method: str, *args: Any, **kwargs: Any) -> Any:
-        return dock.call(method, *args, timeout_s=_DOCK_S, **kwargs)
 
-    return DockClient(call, "coordinator", wait_s=report.config.dock.lease_s)
+def start_warehouse(
+    runtime: Runtime, report: Report, run_id: str, access: DockAccess, node: str, adopt: str | None = None
+) -> Handle:
+    """The warehouse of a node, while it is being built. adopt: the folder that a dead one left there."""
+    kwargs = {"config": report.config, "run_id": run_id, "access": access, "adopt": adopt}
+    name = f"warehouse-{node[:12]}"
+    return runtime.start(name, "tranship.worker.dock_service:WarehouseHost", kwargs, kind="service", node=node)
+
+
+def dock_client(dock: Handle, report: Report, hear: Callable[[], None]) -> DockClient:
+    """The coordinator's. hear: called while it waits for an answer; raises what has ended the dock for good."""
+    wait_s = report.config.dock.lease_s
+    if _is_inline(report):
+
+        def call(method: str, *args: Any, **kwargs: Any) -> Any:
+            return dock.call(method, *args, timeout_s=0, **kwargs)
+
+        return DockClient(call, COORDINATOR, wait_s=wait_s)
+    access: DockAccess = dock.call("access", timeout_s=START_S)
+    address = access.address(access.node)
+    link = DockLink(address, access.secret, COORDINATOR, reconnect_s=RECONNECT_S, meanwhile=hear)
+    return DockClient.over(link, access.secret, COORDINATOR, wait_s=wait_s, node=access.node)
 
 
 def start_worker(runtime: Runtime, report: Report, plan: WorkerPlan, name: str) -> Handle:
@@ -74,3 +92,7 @@ def start_worker(runtime: Runtime, report: Report, plan: WorkerPlan, name: str) 
         num_threads=report.num_threads,
         num_accelerators=0 if report.device == "cpu" else 1,
     )
+
+
+def _is_inline(report: Report) -> bool:
+    return report.config.placement.runtime == "inline"

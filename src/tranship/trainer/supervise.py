@@ -2,24 +2,29 @@
 
 A worker that holds nothing but work in hand (a sampler, a reward model of its own) is started again beside the others
 when it dies: what it had goes back to the dock, others go on, and its successor serves once its weights have been
-fetched, verified and probed. The death of any other process is told to the run, which goes back to its last cut.
+fetched, verified and probed. A dock with a journal gets a successor too, which goes on where it was, and so does the
+warehouse of another node, as long as the node lives. The death of any other process is told to the run, which goes back
+to its last cut.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tranship.dock import DockAccess
+from tranship.dock.frames import new_secret
 from tranship.observe import Recorder
 from tranship.runtime import CallTimeout, Handle, Pending, ProcessDied, Runtime
+from tranship.trainer.node_warehouses import NodeWarehouses
 from tranship.trainer.placement import WorkerPlan
 from tranship.trainer.preflight import Report
-from tranship.trainer.processes import START_S, dock_client, start_dock, start_worker
+from tranship.trainer.processes import START_S, dock_client, dock_name, start_dock, start_worker
 from tranship.types import RunError
 from tranship.worker.weights import WeightsReady
 
@@ -72,19 +77,29 @@ class Supervisor:
         self._seats: list[_Seat] = []
         self._ends: tuple[Any, Any] | None = None
         self._ready: WeightsReady | None = None
-        self._place = run_dir, attempt
+        run_id = dock_name(run_dir, attempt)
+        self._dock_of = partial(start_dock, runtime, report, run_id, new_secret())
+        self._warehouses = NodeWarehouses(runtime, report, run_id, recorder, self._find_dock)
+        self._access: DockAccess | None = None
+        self._dock_deaths = 0
+        self._heard: deque[Exception] = deque()
 
     def start(self) -> None:
         """Start the dock and the workers; returns when all of them are ready."""
-        starts = [partial(start_dock, self._runtime, self._report, *self._place)]
-        starts += [partial(start_worker, self._runtime, self._report, plan, plan.name) for plan in self._report.workers]
-        self._handles = [start() for start in starts]
-        for index, start in enumerate(starts):
+        self._handles = [self._dock_of()]
+        if len(nodes := self._runtime.nodes()) > 1:
+            self._await(0, self._dock_of)
+            self._warehouses.open(nodes[1:])
+        starts = [partial(start_worker, self._runtime, self._report, plan, plan.name) for plan in self._report.workers]
+        self._handles += [start() for start in starts]
+        for index, start in enumerate([self._dock_of, *starts]):
             self._await(index, start)
         dock, self.trainer, *others = self._handles
         self._seats = [_Seat(plan, handle) for plan, handle in zip(self._report.workers[1:], others, strict=True)]
-        self.dock = dock_client(dock, self._report)
-        self._recorder.event("processes", {"pids": {handle.name: handle.pid for handle in self._handles}})
+        self.dock = dock_client(dock, self._report, self._hear)
+        if self._report.config.dock.journal and self._report.config.placement.runtime != "inline":
+            self._access = self._find_dock()
+        self._recorder.event("processes", {"pids": {handle.name: handle.pid for handle in self._all_handles()}})
 
     def _await(self, index: int, start: Callable[[], Handle]) -> None:
         """Wait for a process to be ready. One that dies before is started again, once: a cluster may have put it on a
@@ -101,7 +116,7 @@ class Supervisor:
 
     def end(self) -> None:
         """End every process, however it is, so that others can be started in their place."""
-        for handle in self._handles:
+        for handle in self._all_handles():
             handle.stop(timeout_s=0)
         # What they said last is about work that nobody goes on with.
         self._runtime.events()
@@ -112,11 +127,14 @@ class Supervisor:
         """Let processes work until one has something to say, and replace those that have died."""
         joining = any(seat.joining is not None for seat in self._seats)
         try:
+            if self._heard:
+                raise self._heard.popleft()
             self._runtime.poll(min(timeout_s, _JOIN_S) if joining else timeout_s)
         except ProcessDied as death:
             self._replace(death)
         for seat in self._seats:
             self._join(seat)
+        self._warehouses.join()
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """What workers emitted since the last call."""
@@ -124,6 +142,7 @@ class Supervisor:
 
     def batch_trained(self) -> None:
         """The run has moved on: workers may be started again as often as at its beginning."""
+        self._dock_deaths = 0
         for seat in self._seats:
             seat.fruitless = 0
 
@@ -218,6 +237,12 @@ class Supervisor:
 
     def _replace(self, death: ProcessDied) -> None:
         """Give the seat of a dead worker to a new process; the death itself, if it had none."""
+        if death.name == self._handles[0].name:
+            self._replace_dock(death)
+            return
+        if death.name in self._warehouses:
+            self._warehouses.replace(death)
+            return
         seat = next((seat for seat in self._seats if seat.handle.name == death.name), None)
         if seat is None:
             raise death
@@ -246,6 +271,44 @@ class Supervisor:
             assert ends is not None, "samplers are replaced after they were connected"
             seat.steps.append(lambda: seat.handle.submit("connect_weights", *ends))
             seat.steps.append(lambda: seat.handle.submit("fetch_weights", self._ready))
+
+    def _hear(self) -> None:
+        """While the coordinator waits for the dock: give it a successor if it has died. Other news wait for `poll`."""
+        try:
+            self._runtime.poll(0.0)
+        except ProcessDied as death:
+            if death.name == self._handles[0].name:
+                self._replace_dock(death)
+            else:
+                self._heard.append(death)
+        except Exception as error:
+            self._heard.append(error)
+
+    def _replace_dock(self, death: ProcessDied) -> None:
+        """Start another dock from what the dead one left; the death itself, if that cannot be."""
+        if self._access is None or self._dock_deaths >= self._report.config.run.max_restarts:
+            raise death
+        self._dock_deaths += 1
+        since = time.monotonic()
+        values = {"name": death.name, "pid": death.pid, "cause": str(death), "successor": death.name}
+        said = f"{death}; another one goes on from what it left in shared memory"
+        self._recorder.event("worker_died", values, say=said)
+        self._handles[0].stop(timeout_s=0)
+        self._handles[0] = dock = self._dock_of(adopt=self._access)
+        try:
+            dock.wait_ready(START_S)
+        except RunError as error:
+            raise death from error
+        self._access = self._find_dock()
+        seconds = round(time.monotonic() - since, 3)
+        said = f"{dock.name} serves again, after {seconds:.1f} s"
+        self._recorder.event("worker_replaced", {"name": dock.name, "pid": dock.pid, "after_s": seconds}, say=said)
+
+    def _find_dock(self) -> DockAccess:
+        return self._handles[0].call("access", timeout_s=START_S)
+
+    def _all_handles(self) -> list[Handle]:
+        return [*self._handles, *self._warehouses.handles]
 
     def _join(self, seat: _Seat) -> None:
         """Take a successor through what it needs before it serves."""

@@ -1,15 +1,31 @@
-"""The dock as a process of the run: in this one where there is only one, else in one of its own."""
+"""The dock of a run: an object of this process where there is only one, else a process of its own behind sockets."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 from tranship.config import Config
-from tranship.dock import Dock, StageNeeds
-from tranship.runtime import Context
+from tranship.dock import Dock, DockAccess, DockClient, DockProxy, Keeper, ServedDock, StageNeeds
+from tranship.runtime import Context, ServiceProxy
 from tranship.stages import StageSpec
 
+# A process of the run waits so long for a dock whose process died: it is started again, or the run ends.
+RECONNECT_S = 120.0
 
-def make_dock(config: Config, table: tuple[StageSpec, ...], run_id: str, shared: bool, context: Context) -> Dock:
-    """The dock of a run. shared: payload in shared memory, since other processes read it."""
+
+def make_dock(
+    config: Config,
+    table: tuple[StageSpec, ...],
+    run_id: str,
+    context: Context | None = None,
+    *,
+    shared: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    adopt: Path | None = None,
+) -> Dock:
+    """The dock of a run. shared: payload in shared memory, since other processes read it; clock, adopt: see Dock."""
     del context
     return Dock(
         [StageNeeds(stage.name, stage.reads, "group") for stage in table],
@@ -23,4 +39,99 @@ def make_dock(config: Config, table: tuple[StageSpec, ...], run_id: str, shared:
         shared=shared,
         ordered=config.run.deterministic or config.dock.staleness == 0,
         refill=config.algorithm.dynamic_sampling,
+        clock=clock,
+        adopt=adopt,
     )
+
+
+class DockHost:
+    """The dock's process. Everything but its address goes past the runtime, over sockets.
+
+    secret: the run's. across: nodes other than this one reach it too. adopt: the access of a predecessor that was
+    killed; this one goes on from what that one was, at the same addresses.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        table: tuple[StageSpec, ...],
+        run_id: str,
+        secret: bytes,
+        across: bool,
+        adopt: DockAccess | None,
+        context: Context,
+    ) -> None:
+        addresses = ["unix:", f"tcp:{context.host}:0"] if across else ["unix:"]
+        if adopt is not None:
+            addresses = list(adopt.addresses)
+        self._served = ServedDock(
+            lambda clock, folder: make_dock(config, table, run_id, shared=True, clock=clock, adopt=folder),
+            addresses,
+            secret=secret,
+            runs=f"tcp:{context.host}:0" if across else None,
+            node=context.node,
+            durable=config.dock.journal,
+            adopt=Path(adopt.folder) if adopt is not None and adopt.folder is not None else None,
+        )
+
+    def access(self) -> DockAccess:
+        """What other processes need to reach it."""
+        return self._served.access
+
+    def close(self) -> None:
+        """Stop serving, and remove the payload."""
+        self._served.close()
+
+
+class WarehouseHost:
+    """The process of the warehouse of a node other than the dock's. adopt: the folder that another one left there."""
+
+    def __init__(self, config: Config, run_id: str, access: DockAccess, adopt: str | None, context: Context) -> None:
+        self._keeper = Keeper(
+            access.address(context.node),
+            access.secret,
+            context.node,
+            run_id=run_id,
+            lease_s=config.dock.lease_s,
+            host=context.host,
+            adopt=None if adopt is None else Path(adopt),
+            reconnect_s=RECONNECT_S,
+        )
+
+    def folder(self) -> str:
+        """Where its slabs are, on its node."""
+        return str(self._keeper.folder)
+
+    def close(self) -> None:
+        """Remove what it keeps."""
+        self._keeper.close()
+
+
+class DockConnection:
+    """A worker's side of the dock. client: for its stages; it wakes `context.wakeup` when the dock has changed."""
+
+    def __init__(self, dock: ServiceProxy, config: Config, context: Context) -> None:
+        wait_s = config.dock.lease_s
+        self._proxy: DockProxy | None = None
+        if config.placement.runtime == "inline":
+            self.client = DockClient(dock.call, context.name, wait_s=wait_s, seen_seq=lambda: dock.seen_seq)
+            dock.watch(context.wakeup)
+            return
+        access: DockAccess = dock.call("access")
+        address = access.address(context.node)
+        self._proxy = proxy = DockProxy(address, access.secret, context.name, reconnect_s=RECONNECT_S)
+        self.client = DockClient.over(
+            proxy,
+            access.secret,
+            context.name,
+            wait_s=wait_s,
+            node=context.node,
+            seen_seq=lambda: proxy.seen_seq,
+        )
+        proxy.watch(context.wakeup)
+
+    def close(self) -> None:
+        """Forget the mappings of this process, and end its connections; the dock stays."""
+        self.client.close()
+        if self._proxy is not None:
+            self._proxy.close()

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tranship.algorithms.estimate import make_estimate
 from tranship.algorithms.objective import make_loss, make_value_loss
-from tranship.dock import Batch, DockClient
+from tranship.dock import Batch
 from tranship.layouts import Piece
 from tranship.models.tokenizer import decode_response, load_tokenizer
 from tranship.observe import rss_bytes
@@ -42,6 +42,7 @@ from tranship.worker.build import (
     build_train_engine,
 )
 from tranship.worker.describe import sample_record, sampling_record, token_record
+from tranship.worker.dock_service import DockConnection
 from tranship.worker.spec import WEIGHTS, WorkerSpec
 from tranship.worker.weights import (
     FetchedWeights,
@@ -74,10 +75,8 @@ class Worker:
         self._batches_trained = 0
         self._profiler = Profiler(Path(spec.config.run.dir), context.name, spec.config.observe.profile_steps)
         self._tokenizer = load_tokenizer(Path(spec.model_dir), spec.config.model.trust_remote_code)
-        self._dock = DockClient(
-            dock.call, context.name, wait_s=spec.config.dock.lease_s, seen_seq=lambda: dock.seen_seq
-        )
-        dock.watch(context.wakeup)
+        self._connection = DockConnection(dock, spec.config, context)
+        self._dock = self._connection.client
         has_weights = "train" in spec.stages or WEIGHTS in spec.stages
         self._trainer: TrainEngine | None = build_train_engine(spec) if has_weights else None
         self._critic: CriticEngine | None = build_critic_engine(spec) if "value" in spec.stages else None
@@ -112,7 +111,7 @@ class Worker:
         self._profiler.close()
         for stage in self._stages:
             stage.close()
-        self._dock.close()
+        self._connection.close()
         torch.use_deterministic_algorithms(self._deterministic_before)
 
     # Commands of the coordinator

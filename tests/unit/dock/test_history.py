@@ -137,7 +137,7 @@ class History:
         """The dock's process is killed, and a successor takes over; now and then the last entry was being written."""
         assert self.durable is not None
         before = (self.dock.snapshot(), self.dock.seq, self.dock.memory_use(), dict(self.dock._flow.leases._leases))
-        folder = self.dock.warehouse._folder
+        folder = self.dock.warehouse.home._folder
         assert folder is not None
         if amount % 2:
             with (folder.path / "journal").open("ab") as journal:
@@ -324,6 +324,15 @@ class History:
         assert self.dock.snapshot() == before
         self.happened["late"] += 1
 
+    def lose(self, amount: int, choice: int) -> None:
+        """A node is gone with what some groups had on it: they begin again, unless they are being trained on."""
+        flow = self.dock._flow
+        for group in [group for group in flow.table.groups() if not group.in_batch][choice :: amount + 1]:
+            flow.begin_again(group)
+            self.versions.pop(group.group_id, None)
+            self.happened["lost"] += 1
+        self.dock.seq += 1
+
     # How readers do it
 
     def hold(self, batch: Batch | None) -> None:
@@ -388,7 +397,7 @@ class History:
             assert self.consumed > before, f"the run stands still at version {self.dock.version}: {self.dock.ledger}"
             self.check()
         assert self.dock.ledger.in_flight == 0
-        assert all(slab.live == 0 for slab in self.dock.warehouse._slabs.values())
+        assert all(slab.live == 0 for slab in self.dock.warehouse.home._slabs.values())
         assert len(self.dock._flow.leases) == 0
         self.close()
 
@@ -407,7 +416,9 @@ setups = st.builds(
     on_stale=st.sampled_from(["finish_first", "discard"]),
     refill=st.booleans(),
 )
-steps = st.lists(st.tuples(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 7), st.integers(0, 7)), max_size=60)
+steps = st.lists(
+    st.tuples(st.sampled_from(sorted({*WEIGHTS, "lose"})), st.integers(0, 7), st.integers(0, 7)), max_size=60
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -428,12 +439,13 @@ def test_long_histories(staleness, ordered, on_stale, refill):
     for seed in range(8):
         draw = random.Random(seed)
         history = History(Setup(draw.randint(1, 3), staleness, draw.randint(1, 3), ordered, on_stale, refill))
-        for action in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=250):
+        weights = WEIGHTS | {"lose": 1}
+        for action in draw.choices(list(weights), list(weights.values()), k=250):
             history.step(action, draw.randint(0, 7), draw.randint(0, 7))
         happened += history.happened
         happened["too_stale"] += history.dock.ledger.too_stale
         history.end()
-    assert min(happened[what] for what in ("trained", "expired", "refused", "late")) >= 5
+    assert min(happened[what] for what in ("trained", "expired", "refused", "late", "lost")) >= 5
     assert (happened["too_stale"] > 0) == (on_stale == "discard" and staleness > 0 and not ordered)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tranship.dock import DockClient
 from tranship.runtime import CallTimeout, ProcessDied
 from tranship.trainer.placement import WorkerPlan
 from tranship.trainer.supervise import Supervisor
@@ -47,10 +49,15 @@ class FakeHandle:
         self.name = name
         self.pid = pid
         self.calls: list[tuple[Any, ...]] = []
-        self.answers: dict[str, Any] = {"timings": {"rollout": 1.0, "rss_bytes": 10.0}, "pieces": f"pieces of {name}"}
+        self.answers: dict[str, Any] = {
+            "timings": {"rollout": 1.0, "rss_bytes": 10.0},
+            "pieces": f"pieces of {name}",
+            "access": f"the way to process {pid}",
+        }
         self.late: set[str] = set()
         self.dead: ProcessDied | None = None
         self.stopped = False
+        self.kwargs: dict[str, Any] = {}
 
     def wait_ready(self, timeout_s: float) -> None:
         if self.dead is not None:
@@ -81,15 +88,20 @@ class FakeRuntime:
         self.news: deque[Exception] = deque()
         self.born_dead: set[str] = set()
         self.late_when_new: set[str] = set()
+        self.has_second = False
 
     def start(self, name: str, factory: str, kwargs: dict[str, Any], **options: Any) -> FakeHandle:
         handle = FakeHandle(name, 100 + len(self.started))
+        handle.kwargs = kwargs
         handle.late = set(self.late_when_new)
         if name in self.born_dead:
             self.born_dead.remove(name)
             handle.dead = ProcessDied(f"process {name!r} died", name)
         self.started.append(handle)
         return handle
+
+    def nodes(self) -> list[str]:
+        return ["first", *(["second"] if self.has_second else [])]
 
     def service_proxy(self, name: str) -> str:
         return f"proxy of {name}"
@@ -133,17 +145,34 @@ def recorder() -> FakeRecorder:
     return FakeRecorder()
 
 
+def client_of(dock: FakeHandle, report: Any, hear: Callable[[], None]) -> DockClient:
+    """A client that asks the process itself, and hears of deaths when the process is dead."""
+
+    def call(method: str, *args: Any, **kwargs: Any) -> Any:
+        current = RUNTIME_OF[id(report)].of("dock")
+        if current.dead is not None:
+            hear()
+        return RUNTIME_OF[id(report)].of("dock").call(method, *args, timeout_s=0, **kwargs)
+
+    return DockClient(call, "coordinator", wait_s=0)
+
+
+RUNTIME_OF: dict[int, FakeRuntime] = {}
+
+
 @pytest.fixture
-def supervisor(runtime: FakeRuntime, recorder: FakeRecorder) -> Supervisor:
-    """Four workers, ready, the samplers connected and at version 7. A worker may be started again twice."""
+def supervisor(runtime: FakeRuntime, recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+    """Four workers, ready, the samplers connected and at version 7. A process may be started again twice."""
+    monkeypatch.setattr("tranship.trainer.supervise.dock_client", client_of)
     config = SimpleNamespace(
-        placement=SimpleNamespace(runtime="ray"),
+        placement=SimpleNamespace(runtime="ray", ray_address=None),
         run=SimpleNamespace(max_restarts=2),
-        dock=SimpleNamespace(lease_s=60.0),
+        dock=SimpleNamespace(lease_s=60.0, journal=True),
     )
     report: Any = SimpleNamespace(
         config=config, table=(), workers=PLANS, num_threads=1, device="cpu", spec=lambda plan: plan.name
     )
+    RUNTIME_OF[id(report)] = runtime
     made = Supervisor(runtime, report, Path("run"), recorder, 0)  # type: ignore[arg-type]
     made.start()
     made.connect()
@@ -197,15 +226,62 @@ def test_a_reward_model_needs_no_weights(supervisor: Supervisor, runtime: FakeRu
     assert retired(runtime) == ["reward-model", "reward-model"]
 
 
-@pytest.mark.parametrize("name", ["trainer", "dock"])
-def test_the_death_of_the_trainer_or_the_dock_is_for_the_run(
-    supervisor: Supervisor, runtime: FakeRuntime, name: str
-) -> None:
-    death = runtime.kill(name)
+def test_the_death_of_the_trainer_is_for_the_run(supervisor: Supervisor, runtime: FakeRuntime) -> None:
+    death = runtime.kill("trainer")
     with pytest.raises(ProcessDied) as caught:
         supervisor.poll(0.1)
     assert caught.value is death
     assert len(runtime.started) == 5
+
+
+def test_a_dead_dock_gets_a_successor_that_goes_on_from_what_it_left(
+    supervisor: Supervisor, runtime: FakeRuntime, recorder: FakeRecorder
+) -> None:
+    first = runtime.of("dock")
+    assert first.kwargs["adopt"] is None
+    runtime.kill("dock")
+    supervisor.poll(0.1)
+    second = runtime.of("dock")
+    assert first.stopped
+    assert second is not first
+    assert second.kwargs == {**first.kwargs, "adopt": first.answers["access"]}
+    assert [kind for kind, _ in recorder.events] == ["processes", "worker_died", "worker_replaced"]
+    assert all(not runtime.of(plan.name).stopped for plan in PLANS)
+
+
+def test_whoever_waits_for_a_dead_dock_gets_its_successor_and_other_news_wait(
+    supervisor: Supervisor, runtime: FakeRuntime
+) -> None:
+    runtime.kill("reward-model")
+    dock = runtime.kill("dock")
+    # What is heard of first is the other death.
+    with pytest.raises(ProcessDied) as caught:
+        supervisor.dock.retire("nobody")
+    assert caught.value is dock, "the fake client hears once; a real one goes on hearing"
+    supervisor.dock.retire("nobody")
+    assert retired(runtime) == ["nobody"]
+    supervisor.poll(0.1)
+    assert runtime.of("reward-model.1").methods() == ["timings"]
+
+
+def test_a_dock_that_dies_again_and_again_is_for_the_run(supervisor: Supervisor, runtime: FakeRuntime) -> None:
+    for _ in range(2):
+        runtime.kill("dock")
+        supervisor.poll(0.1)
+    death = runtime.kill("dock")
+    with pytest.raises(ProcessDied) as caught:
+        supervisor.poll(0.1)
+    assert caught.value is death
+
+
+def test_a_successor_that_cannot_go_on_leaves_the_death_to_the_run(
+    supervisor: Supervisor, runtime: FakeRuntime
+) -> None:
+    runtime.born_dead = {"dock"}
+    death = runtime.kill("dock")
+    with pytest.raises(ProcessDied) as caught:
+        supervisor.poll(0.1)
+    assert caught.value is death
 
 
 def test_a_worker_that_dies_again_and_again_stops_the_run(supervisor: Supervisor, runtime: FakeRuntime) -> None:
