@@ -71,6 +71,7 @@ def test_two_nodes_share_the_work_and_the_loss_of_one_costs_time_and_nothing_els
         on_second = {name for name, pid in run.pids().items() if pid in processes_of(second)}
         assert on_second, "the workers are spread"
         assert "dock" not in on_second
+        assert len([name for name in on_second if name.startswith("warehouse-")]) == 1, "each node keeps its own rows"
         assert set(run.pids()) - on_second - {"dock"}, "over both nodes"
 
         # Held for longer than a lease: the other one does its work, and it goes on afterwards.
@@ -87,6 +88,7 @@ def test_two_nodes_share_the_work_and_the_loss_of_one_costs_time_and_nothing_els
         hosted = set(run.pids().values())
         told = {row["name"] for row in (*run.events("worker_died"), *run.events("going_back"))}
         assert told & on_second
+        assert run.events("node_lost") or run.events("going_back"), "its warehouse is gone with it"
         wait_until(lambda: not any(is_running(pid) for pid in hosted), "the run's processes to end", 20)
     assert check_whole(tmp_path / "spread", STEPS) == check_whole(calm, STEPS)
     assert weights_of(tmp_path / "spread") == weights_of(calm)

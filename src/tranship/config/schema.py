@@ -443,8 +443,8 @@ class RunConfig(Section):
     max_restarts: int = Field(
         default=3,
         ge=0,
-        description="How often the run goes back to its last checkpoint when the trainer's or the dock's process dies, "
-        "and another worker is started again without a trained batch between; 0: it stops.",
+        description="How often the run goes back to its last checkpoint when the trainer's process dies, and another "
+        "process is started again without a trained batch between; 0: it stops.",
     )
     export: bool = Field(default=True, description="Leave the trained model as a Hugging Face folder, RUN/model.")
 

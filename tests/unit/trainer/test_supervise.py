@@ -53,6 +53,7 @@ class FakeHandle:
             "timings": {"rollout": 1.0, "rss_bytes": 10.0},
             "pieces": f"pieces of {name}",
             "access": f"the way to process {pid}",
+            "folder": f"the folder of {name}",
         }
         self.late: set[str] = set()
         self.dead: ProcessDied | None = None
@@ -358,3 +359,65 @@ def test_the_end_stops_everyone(supervisor: Supervisor, runtime: FakeRuntime) ->
     supervisor.poll(0.1)
     supervisor.end()
     assert all(handle.stopped for handle in runtime.started)
+
+
+@pytest.fixture
+def second_node(runtime: FakeRuntime) -> None:
+    """The cluster has a second node. Asked for before `supervisor`, so that the run starts with it."""
+    runtime.has_second = True
+
+
+@pytest.mark.usefixtures("second_node")
+class TestWarehouses:
+    """Of nodes besides the dock's."""
+
+    def test_each_other_node_has_one_before_the_workers_start(
+        self, runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder
+    ) -> None:
+        assert [handle.name for handle in runtime.started][:3] == ["dock", "warehouse-second", "trainer"]
+        assert runtime.of("warehouse-second").kwargs["access"] == runtime.of("dock").answers["access"]
+        assert "warehouse-second" in recorder.events[0][1]["pids"]
+        supervisor.end()
+        assert all(handle.stopped for handle in runtime.started)
+
+    def test_a_dead_one_has_a_successor_on_its_node_that_takes_its_folder_over(
+        self, runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder
+    ) -> None:
+        first = runtime.of("warehouse-second")
+        runtime.late_when_new = {"folder"}
+        runtime.kill("warehouse-second")
+        supervisor.poll(0.1)
+        second = runtime.of("warehouse-second")
+        assert first.stopped
+        assert second.kwargs == {**first.kwargs, "adopt": "the folder of warehouse-second"}
+        assert recorder.events[-1][0] == "worker_died"
+        second.late.clear()
+        supervisor.poll(0.1)
+        assert recorder.events[-1][0] == "worker_replaced"
+
+    def test_one_whose_node_is_gone_is_let_go(
+        self, runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder
+    ) -> None:
+        runtime.has_second = False
+        runtime.kill("warehouse-second")
+        before = len(runtime.started)
+        supervisor.poll(0.1)
+        assert len(runtime.started) == before
+        assert recorder.events[-1][0] == "node_lost"
+        supervisor.poll(0.1)
+
+    def test_one_that_dies_again_and_again_is_let_go(
+        self, runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder
+    ) -> None:
+        for _ in range(3):
+            runtime.kill("warehouse-second")
+            supervisor.poll(0.1)
+        assert recorder.events[-1][0] == "node_lost"
+
+    def test_one_whose_node_dies_at_the_start_is_done_without(
+        self, runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder
+    ) -> None:
+        runtime.born_dead = {"warehouse-second"}
+        supervisor.start()
+        assert [kind for kind, _ in recorder.events[-2:]] == ["node_lost", "processes"]
+        assert "warehouse-second" not in recorder.events[-1][1]["pids"]
