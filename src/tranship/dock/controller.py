@@ -8,8 +8,10 @@ nothing is ever searched. Keys that come back are handed out before others.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 from tranship.dock.messages import Kind, StageNeeds
 
@@ -126,6 +128,25 @@ class Controller:
         del self._members[group_id]
         return lost
 
+    def dump(self) -> list[Any]:
+        """Which keys wait for columns, are ready (in order), or are with readers, as plain values, for `load`."""
+        queues = [[kind, list(queue.again), list(queue.new)] for kind, queue in self._queues.items()]
+        return [list(self._missing.items()), queues, list(self._leased.items())]
+
+    def load(self, plain: Sequence[Any], kinds: Mapping[int, Kind]) -> None:
+        """Go on from a dump, before anything else. kinds: the groups that are in the dock, and of which kind."""
+        assert not self._members, "a controller in use cannot go on from a dump"
+        missing, queues, leased = plain
+        self._members = {group_id: _Member(kind, set()) for group_id, kind in kinds.items()}
+        self._missing = {key_of(key): count for key, count in missing}
+        self._leased = {key_of(key): lease for key, lease in leased}
+        for kind, again, new in queues:
+            self._queues[kind].again.update(dict.fromkeys(map(key_of, again)))
+            self._queues[kind].new.update(dict.fromkeys(map(key_of, new)))
+        queued = [keys for queue in self._queues.values() for keys in (queue.again, queue.new)]
+        for key in chain(self._missing, self._leased, *queued):
+            self._members[_group_of(key)].keys.add(key)
+
     def _queue(self, key: Key) -> _Queue:
         return self._queues[self._members[_group_of(key)].kind]
 
@@ -135,6 +156,11 @@ class Controller:
             del queue.again[key]
         else:
             del queue.new[key]
+
+
+def key_of(plain: Any) -> Key:
+    """The key that a dump holds."""
+    return plain if type(plain) is int else (plain[0], plain[1])
 
 
 def _group_of(key: Key) -> int:

@@ -80,6 +80,8 @@ class Dock:
         home = Warehouse(run_id, slab_bytes, capacity_bytes, shared, root=root, adopt=adopt, prefault=prefault)
         self.warehouse = Warehouses(home, slab_bytes, capacity_bytes, lease_s)
         self._clock = clock
+        # Else whoever journals the dock's messages tells it (lose_node).
+        self.loses_nodes_by_clock = True
         self._flow = Flow(
             GroupTable(stages, self.warehouse),
             LeaseTable(lease_s),
@@ -467,27 +469,40 @@ class Dock:
         """End the leases whose time is over."""
         self._expire()
 
+    def lose_node(self, node: int) -> None:
+        """A node is gone: groups that had rows on it begin again."""
+        self.warehouse.lose_node(node)
+        self._flow.begin_again_what_is_lost()
+        self._changed()
+
     def renew_all(self) -> None:
         """All leases last for their full time from now on: nobody could say anything while no dock was there."""
         self._flow.renew_all()
         self.warehouse.renew_all(self._clock())
 
-    def base(self) -> dict[str, Any] | None:
-        """Everything as plain values, for `restore_base`; None unless no group is here and no batch is under way."""
-        window = self._flow.window
-        idle = not len(self._flow.table) and not len(self._flow.leases) and not self._attempts
-        if not idle or window.state != "open" or window.num_unconsumed:
-            return None
-        slabs = self.warehouse.snapshot()
-        if slabs is None:
-            return None
-        return {"snapshot": self.snapshot(), "seq": self.seq, "lease": self._flow.leases.next_id, "slabs": slabs}
+    def bind_batch_stage(self, stage: str) -> None:
+        """This stage takes batches, as its first take_batch says."""
+        self._flow.bind_batch_stage(self._flow.controller(stage, "group"))
+
+    @property
+    def batch_stage(self) -> str | None:
+        """The stage that takes batches, once it is known."""
+        return self._flow.batch_stage
+
+    def base(self) -> dict[str, Any]:
+        """Everything as plain values, for `restore_base`."""
+        return {
+            "seq": self.seq,
+            "attempts": list(self._attempts.items()),
+            "flow": self._flow.dump(),
+            "slabs": self.warehouse.snapshot(),
+        }
 
     def restore_base(self, base: dict[str, Any]) -> None:
         """Go on from a base, before anything else."""
-        self.restore(base["snapshot"])
         self.warehouse.restore(base["slabs"])
-        self._flow.leases.next_id = base["lease"]
+        self._flow.load(base["flow"])
+        self._attempts = dict(base["attempts"])
         self.seq = base["seq"]
 
     def next_deadline(self) -> float | None:
@@ -502,10 +517,8 @@ class Dock:
         """
         if self._flow.expire([lease for lease in speakers if lease is not None]):
             self._changed()
-        for node in self.warehouse.overdue(self._clock()):
-            self.warehouse.lose_node(node)
-            self._flow.begin_again_what_is_lost()
-            self._changed()
+        for node in self.warehouse.overdue(self._clock()) if self.loses_nodes_by_clock else ():
+            self.lose_node(node)
 
     def _changed(self) -> None:
         self.seq += 1

@@ -3,11 +3,15 @@
 The dock is a state machine: the same messages at the same times lead to the same state. What depends on the world, how
 a slab was found, is journalled as it went. The slabs themselves, and what was written into them, outlive the process.
 Leases outlive it too, with their full time from the restart on; a message that a client repeats because it never heard
-the answer is answered as it was the first time. The journal starts again whenever the dock holds nothing.
+the answer is answered as it was the first time. The journal starts again, with all that the dock holds as its first
+entry, when it has grown to a few times the size of that. Room for what a message adds to it is set aside before the
+message is worked on, so that the state is never ahead of a journal on a full file system; the messages by which groups
+leave have some of it for themselves.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -25,8 +29,9 @@ from tranship.dock.wire import Request, decode_request, encode_failure, encode_r
 from tranship.types import RunError, UserError
 
 _log = logging.getLogger(__name__)
-_COMPACT_BYTES = 1 << 20
-_MAY_EMPTY = ("advance", "finish_val", "drop", "ack")
+_COMPACT_BYTES, _COMPACT_GROWTH = 1 << 20, 4
+_ROOM_BYTES, _SPARE_BYTES = 1 << 16, 1 << 17
+_FREES = ("ack", "release", "trained", "drop", "advance", "finish_val", "retire", "renew", "check", "expire", "chores")
 _LOOKS_ONLY = (
     "status",
     "changed",
@@ -72,11 +77,14 @@ class DurableDock:
         self.dock = make_dock(self._clock, adopt)
         self._last: dict[str, tuple[int, bytes]] = {}
         self._acknowledged: dict[str, int] = {}
+        self._gone_late: list[str] = []
+        self._compact_at = _COMPACT_BYTES
         folder = self.dock.payload_folder()
         self._journal: Journal | None = None
         if journalled:
             assert folder is not None, "payload in memory of this process does not outlive it: nothing to journal"
             self._journal = Journal(Path(folder) / JOURNAL)
+            self.dock.loses_nodes_by_clock = False
         if adopt is not None:
             assert self._journal is not None
             self._recover(self._journal)
@@ -97,20 +105,25 @@ class DurableDock:
         if ticket and known is not None and known[0] == ticket:
             return known[1]
         self._clock.now = self._now()
+        if name in self._gone_late:
+            self._gone_late.remove(name)
         try:
+            self._forget_late()
+            self._lose_nodes()
             reply = self._run(name, ticket, request, body, waiting)
         except OSError as error:
             return encode_failure(DockFull(f"the dock's journal cannot be written: {error}"))
         if reply is not None and ticket:
             self._last[name] = (ticket, reply)
-        if request.method in _MAY_EMPTY:
-            self._compact()
+        self._compact()
         return reply
 
     def _run(self, name: str, ticket: int, request: Request, body: bytes, waiting: bool) -> bytes | None:
         now = self._clock.now
         deadline = self.dock.next_deadline()
         is_due = deadline is not None and deadline <= now
+        if is_due or not _looks_only(request):
+            self._make_room(2 * len(body), spare=request.method in _FREES)
         if request.method not in ("ask", "lease_slab"):
             if is_due or not _looks_only(request):
                 self._write("m", now, name, ticket, body)
@@ -126,12 +139,12 @@ class DurableDock:
         reply, gave = self._execute(request)
         if said.get("node", HOME) != HOME:
             if warehouse.changes != changes:
-                self._write_or_seal(said["owner"], "m", now, name, ticket, body)
+                self._write("m", now, name, ticket, body)
             return None if waiting and not gave else reply
         outcome = warehouse.last_lease
         if gave or outcome.sealed or outcome.removed:
             known = said.get("giving_up"), list(outcome), reply
-            self._write_or_seal(said["owner"], "s", now, name, ticket, said["owner"], *known)
+            self._write("s", now, name, ticket, said["owner"], *known)
         return None if waiting and not gave else reply
 
     def _ask(self, name: str, ticket: int, request: Request, body: bytes, waiting: bool) -> bytes | None:
@@ -142,13 +155,12 @@ class DurableDock:
             if failure is not None:
                 return failure
         rest = {key: value for key, value in request.arguments.items() if key != "done"}
+        batch_stage = self.dock.batch_stage
         reply, gave = self._execute(request._replace(arguments=rest))
         if gave:
-            try:
-                self._write("m", self._clock.now, name, ticket, body)
-            except OSError:
-                self.dock.retire(rest["reader"])
-                raise
+            self._write("m", self._clock.now, name, ticket, body)
+        elif self.dock.batch_stage != batch_stage:
+            self._write("t", self._clock.now, self.dock.batch_stage)
         return None if waiting and not gave else reply
 
     def _acknowledge(self, name: str, ticket: int, leases: Sequence[int]) -> bytes | None:
@@ -163,24 +175,51 @@ class DurableDock:
         self._acknowledged[name] = ticket
         return None
 
-    def _write_or_seal(self, owner: str, *entry: Any) -> None:
-        """Write down that a slab was leased; if that cannot be, nobody has it."""
-        try:
-            self._write(*entry)
-        except OSError:
-            self.dock.warehouse.seal(owner)
-            raise
-
     def _write(self, *entry: Any) -> None:
         if self._journal is not None:
             self._journal.append(*entry)
 
+    def _make_room(self, nbytes: int, *, spare: bool) -> None:
+        """Set room in the journal aside; a full file system gets the slabs back that hold nothing. spare: what is kept
+        for messages that free memory may be used. OSError if there is no room, and nothing has changed then."""
+        if self._journal is None:
+            return
+        nbytes += _ROOM_BYTES + (0 if spare else _SPARE_BYTES)
+        try:
+            self._journal.make_room(nbytes)
+        except OSError:
+            free = self.dock.warehouse.free_slabs()
+            if not free:
+                raise
+            self._write("l", self._clock.now, free)
+            self.dock.warehouse.give_back(free)
+            self._journal.make_room(nbytes)
+
     def forget(self, name: str) -> None:
-        """A client is gone for good: what it had goes back."""
-        now = self._clock.now = self._now()
-        self._write("g", now, name)
-        self._gone(name)
+        """A client is gone for good: what it had goes back; later, if the journal has no room for that now."""
+        self._clock.now = self._now()
+        self._gone_late.append(name)
+        self._forget_late()
         self._compact()
+
+    def _forget_late(self) -> None:
+        while self._gone_late:
+            name = self._gone_late[0]
+            try:
+                self._make_room(0, spare=True)
+            except OSError as error:
+                _log.warning("what %s had goes back later: the dock's journal cannot be written: %s", name, error)
+                return
+            self._write("g", self._clock.now, name)
+            self._gone(self._gone_late.pop(0))
+
+    def _lose_nodes(self) -> None:
+        """A successor cannot know when a node was heard of last: that one was lost is written down."""
+        now = self._clock.now
+        for node in self.dock.warehouse.overdue(now) if self._journal is not None else ():
+            self._make_room(0, spare=True)
+            self._write("n", now, node)
+            self.dock.lose_node(node)
 
     def next_deadline(self) -> float | None:
         """When the next lease is over, by time.monotonic."""
@@ -211,12 +250,24 @@ class DurableDock:
         self.dock.retire(name)
 
     def _compact(self) -> None:
-        """Start the journal again where the dock holds nothing."""
-        if self._journal is not None and self._journal.nbytes > _COMPACT_BYTES:
-            base = self.dock.base()
-            if base is not None:
-                last = [[name, ticket, reply] for name, (ticket, reply) in self._last.items()]
-                self._journal.start_again("b", 0.0, base, last)
+        """Start the journal again if it is much longer than what the dock holds."""
+        if self._journal is None or self._journal.nbytes < self._compact_at:
+            return
+        # Two thirds of the time would go into collections that find nothing: everything here is needed to the end.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            last = [[name, ticket, reply] for name, (ticket, reply) in self._last.items()]
+            entry = ("b", self._clock.now, self.dock.base(), last, list(self._acknowledged.items()))
+            self._journal.start_again(*entry, room=_ROOM_BYTES + _SPARE_BYTES)
+        except OSError as error:
+            _log.warning("the dock's journal cannot start again now: %s", error)
+            self._compact_at = 2 * self._journal.nbytes
+        else:
+            self._compact_at = max(_COMPACT_BYTES, _COMPACT_GROWTH * self._journal.nbytes)
+        finally:
+            if collects:
+                gc.enable()
 
     def _recover(self, journal: Journal) -> None:
         """Do again what the journal says, and go on from there."""
@@ -258,10 +309,15 @@ class DurableDock:
             self.dock.warehouse.restore(rest[0])
         elif kind == "l":
             self.dock.warehouse.lose(rest[0])
+        elif kind == "n":
+            self.dock.lose_node(rest[0])
+        elif kind == "t":
+            self.dock.bind_batch_stage(rest[0])
         else:
             assert kind == "b", kind
             self.dock.restore_base(rest[0])
             self._last = {name: (ticket, reply) for name, ticket, reply in rest[1]}
+            self._acknowledged = dict(rest[2])
 
 
 def _looks_only(request: Request) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from tranship.dock.bound import Bound
 from tranship.dock.controller import Controller, Key
@@ -211,3 +212,35 @@ class Flow:
             self.bound.set_versions(self.group_of(victim.group_id), None, None)
         for victim in victims:
             self.drop(self.group_of(victim.group_id), TOO_STALE, None)
+
+    def dump(self) -> dict[str, Any]:
+        """Everything as plain values, for `load`. Groups that have left and that somebody still reads come last."""
+        places = {group: place for place, group in enumerate(self.table.groups())}
+        num_here = len(places)
+        for group in self.leases.pinned():
+            places.setdefault(group, len(places))
+        column_sets: dict[tuple[str, ...], int] = {}
+        return {
+            "groups": [group.dump(column_sets) for group in places],
+            "num_here": num_here,
+            "column_sets": list(column_sets),
+            "controllers": {name: controller.dump() for name, controller in self.table.controllers.items()},
+            "leases": self.leases.dump(places),
+            "window": self.window.dump(),
+            "ledger": self.ledger.dump(),
+            "batch_stage": self.batch_stage,
+            "expired": [[one.lease, one.stage, one.reader, one.group_ids] for one in self.expired],
+        }
+
+    def load(self, plain: Mapping[str, Any]) -> None:
+        """Go on from a dump, before anything else."""
+        groups = [Group.load(group, plain["column_sets"]) for group in plain["groups"]]
+        for group in groups[plain["num_here"] :]:
+            group.here = False
+        self.table.load(groups[: plain["num_here"]], plain["controllers"])
+        self.leases.load(plain["leases"], groups)
+        self.window.load(plain["window"])
+        self.ledger.load(plain["ledger"])
+        self.batch_stage = plain["batch_stage"]
+        for lease, stage, reader, group_ids in plain["expired"]:
+            self.expired.append(ExpiredLease(lease, stage, reader, tuple(group_ids)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
+from typing import Any
 
 from tranship.dock.messages import BlockRef, GroupEntry, Kind, Where
 from tranship.types import SampleId
@@ -70,6 +71,44 @@ class Group:
         new = [index for index in range(self.size) if index not in refs] if sample_index == OWN else [sample_index]
         refs[sample_index] = ref
         return new
+
+    def dump(self, column_sets: dict[tuple[str, ...], int]) -> list[Any]:
+        """Everything but who looks at it and whether it is here, as plain values, for `load`; columns that lie in one
+        block stand together, as the place of their names in column_sets, which are added to it."""
+        whole: dict[BlockRef, list[str]] = {}
+        for column, ref in self.whole.items():
+            whole.setdefault(ref, []).append(column)
+        single: dict[tuple[int, BlockRef], list[str]] = {}
+        for column, refs in self.columns.items():
+            for index, ref in refs.items():
+                single.setdefault((index, ref), []).append(column)
+
+        def place(columns: list[str]) -> int:
+            return column_sets.setdefault(tuple(sorted(columns)), len(column_sets))
+
+        return [
+            *(self.group_id, self.size, self.kind, self.attempt),
+            *(self.declared, self.published, self.start_lease, self.in_batch),
+            [[place(columns), *ref] for ref, columns in sorted(whole.items())],
+            [[place(columns), index, *ref] for (index, ref), columns in sorted(single.items())],
+            list(chain.from_iterable(sorted(self.slabs.items()))),
+        ]
+
+    @classmethod
+    def load(cls, plain: Sequence[Any], column_sets: Sequence[Sequence[str]]) -> Group:
+        """The group that was dumped."""
+        group_id, size, kind, attempt, declared, published, start_lease, in_batch, whole, single, slabs = plain
+        group = cls(group_id, size, kind, attempt)
+        group.declared, group.published = declared, published
+        group.start_lease, group.in_batch = start_lease, in_batch
+        for place, *ref in whole:
+            group.whole.update(dict.fromkeys(column_sets[place], BlockRef(*ref)))
+        for place, index, *ref in single:
+            block = BlockRef(*ref)
+            for column in column_sets[place]:
+                group.columns.setdefault(column, {})[index] = block
+        group.slabs.update(dict(zip(slabs[::2], slabs[1::2], strict=True)))
+        return group
 
     def sample(self, sample_index: int) -> SampleId:
         """The identity of one of its samples."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from tranship.dock.controller import Key
+from tranship.dock.controller import Key, key_of
 from tranship.dock.errors import StaleLease
 from tranship.dock.group import Group
 
@@ -99,3 +101,32 @@ class LeaseTable:
     def of_reader(self, reader: str) -> list[Lease]:
         """The leases of one reader."""
         return [lease for lease in self._leases.values() if lease.reader == reader]
+
+    def pinned(self) -> Iterable[Group]:
+        """The groups of all leases, those that have left the dock too; one may come up several times."""
+        return (group for lease in self._leases.values() for group in lease.pinned)
+
+    def dump(self, places: Mapping[Group, int]) -> list[Any]:
+        """All leases in order, as plain values, for `load`; a pinned group is its place."""
+        leases = [
+            [
+                *(lease.id, lease.stage, lease.reader, list(lease.keys), lease.deadline),
+                [places[group] for group in lease.pinned],
+                *(lease.revoked, lease.window, lease.dropped),
+            ]
+            for lease in self._leases.values()
+        ]
+        return [self.next_id, leases]
+
+    def load(self, plain: Sequence[Any], groups: Sequence[Group]) -> None:
+        """Go on from a dump, before anything else."""
+        assert not self._leases, "leases in use cannot go on from a dump"
+        self.next_id, leases = plain
+        for lease_id, stage, reader, plain_keys, deadline, places, revoked, window, dropped in leases:
+            pinned = [groups[place] for place in places]
+            here = {group.group_id: group for group in pinned if group.here}
+            keys = {key: here[key if isinstance(key, int) else key[0]] for key in map(key_of, plain_keys)}
+            for group in pinned:
+                group.pins += 1
+            window = None if window is None else tuple(window)
+            self._leases[lease_id] = Lease(lease_id, stage, reader, keys, pinned, deadline, revoked, window, dropped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 TOO_STALE = "too_stale"
@@ -123,6 +123,17 @@ class Ledger:
         self._reasons = dict(snapshot["reasons"])
         self._mark = snapshot["mark"]
         self._above = set(snapshot["above"])
+        self.check()
+
+    def dump(self) -> list[Any]:
+        """Everything as plain values, for `load`: other than in a snapshot, with the groups in flight."""
+        return [self.snapshot(), self.admitted, self.val_admitted, sorted(self._in_flight)]
+
+    def load(self, plain: Sequence[Any]) -> None:
+        """Go on from a dump, before anything else."""
+        snapshot, admitted, val_admitted, in_flight = plain
+        self.restore(snapshot)
+        self.admitted, self.val_admitted, self._in_flight = admitted, val_admitted, set(in_flight)
         self.check()
 
     def ended_from(self, first: int) -> Iterable[int]:

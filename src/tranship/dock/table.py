@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tranship.dock.controller import Controller, Key
 from tranship.dock.group import OWN, Group
@@ -118,6 +118,17 @@ class GroupTable:
             own = (column for column in columns if OWN not in group.columns.get(column, {}))
             return [column for column in own if column not in group.whole]
         return [column for column in columns if not group.has(column, row.sample_index)]
+
+    def load(self, groups: Iterable[Group], controllers: Mapping[str, Sequence[Any]]) -> None:
+        """Go on with groups, and with what their stages' controllers were when they were dumped, before anything else.
+
+        The warehouse knows already which of its slabs they keep alive.
+        """
+        assert not self._groups, "a table in use cannot go on from a dump"
+        self._groups = {group.group_id: group for group in groups}
+        kinds = {group.group_id: group.kind for group in self._groups.values()}
+        for name, plain in controllers.items():
+            self.controllers[name].load(plain, kinds)
 
     def leave(self, group: Group) -> dict[int, list[Key]]:
         """A group leaves the dock; returns which keys were with readers, by lease. Its payload stays until `free`."""

@@ -149,22 +149,29 @@ class Warehouse:
             assert not entry.live, f"the file of slab {slab} is gone, and {entry.live} rows were in it"
             self._held -= entry.nbytes
 
-    def snapshot(self) -> list[Any] | None:
-        """The slabs as plain values, for `restore`; None while one holds live rows."""
-        if any(slab.live for slab in self._slabs.values()):
-            return None
-        slabs = [[s.id, s.nbytes, s.owner, s.generation, s.state] for s in self._slabs.values()]
-        return [self._next, slabs]
+    def snapshot(self) -> list[Any]:
+        """The slabs as plain values, for `restore`."""
+        slabs = self._slabs.values()
+        return [self._next, [[s.id, s.nbytes, s.owner, s.generation, s.state, s.live, s.abandoned] for s in slabs]]
 
     def restore(self, snapshot: Sequence[Any]) -> None:
         """Go on from a snapshot, with a predecessor's files."""
         assert not self._slabs, "a warehouse in use cannot be restored"
         self._next, slabs = snapshot
-        for slab_id, nbytes, owner, generation, state in slabs:
-            self._slabs[slab_id] = Slab(slab_id, nbytes, owner, None, generation, state)
+        for slab_id, nbytes, owner, generation, state, live, abandoned in slabs:
+            self._slabs[slab_id] = Slab(slab_id, nbytes, owner, None, generation, state, live, abandoned)
             self._held += nbytes
             if state == "open":
                 self._open[owner] = slab_id
+
+    def free_slabs(self) -> list[int]:
+        """The slabs that hold nothing and that nobody writes into."""
+        return [slab.id for slab in self._free()]
+
+    def give_back(self, slabs: Sequence[int]) -> None:
+        """The memory of these free slabs goes back to the system."""
+        for slab in slabs:
+            self._remove(self._slabs[slab])
 
     def seal(self, owner: str) -> None:
         """The owner is gone: what it published stays, and what it still writes reaches nobody."""

@@ -67,6 +67,21 @@ class DistantWarehouse(Warehouse):
         """The file of a slab, on its node."""
         return str(slab_path(self.place.folder, slab))
 
+    def dump(self) -> list[Any]:
+        """Everything as plain values, for `load`."""
+        own = [list(self.chores.values()), list(self._awaited.items()), self._is_full, self._refusal]
+        return [list(self.place), self.snapshot(), *own]
+
+    @classmethod
+    def load(cls, plain: Sequence[Any], slab_bytes: int, capacity_bytes: int) -> DistantWarehouse:
+        """One that goes on from a dump."""
+        place, slabs, chores, awaited, is_full, refusal = plain
+        warehouse = cls(NodePlace(*place), slab_bytes, capacity_bytes)
+        warehouse.restore(slabs)
+        warehouse.chores = OrderedDict((chore[0], Chore(*chore)) for chore in chores)
+        warehouse._awaited, warehouse._is_full, warehouse._refusal = dict(awaited), is_full, refusal
+        return warehouse
+
     def _create(self, owner: str, nbytes: int) -> Slab | None:
         """Have the keeper make a slab, which is found free when it is there: None for now."""
         if owner in self._awaited:
@@ -250,13 +265,26 @@ class Warehouses:
 
     # For a successor of a killed process: home's files, see Warehouse
 
-    def snapshot(self) -> list[Any] | None:
-        """Home's slabs as plain values; None while there are rows, or other nodes."""
-        return None if self._distant else self.home.snapshot()
+    def snapshot(self) -> list[Any]:
+        """All slabs as plain values, for `restore`."""
+        return [self.home.snapshot(), self._next, [warehouse.dump() for warehouse in self._distant.values()]]
 
     def restore(self, snapshot: Sequence[Any]) -> None:
-        """Go on from a snapshot."""
-        self.home.restore(snapshot)
+        """Go on from a snapshot; all nodes have been heard of last when the world began: `renew_all` follows."""
+        home, self._next, distant = snapshot
+        self.home.restore(home)
+        for plain in distant:
+            warehouse = DistantWarehouse.load(plain, *self._sizes)
+            self._distant[warehouse.place.node] = warehouse
+            self._heard[warehouse.place.node] = 0.0
+
+    def give_back(self, slabs: Sequence[int]) -> None:
+        """The memory of these free slabs of home's goes back to the system."""
+        self.home.give_back(slabs)
+
+    def free_slabs(self) -> list[int]:
+        """Home's slabs that hold nothing and that nobody writes into."""
+        return self.home.free_slabs()
 
     def repeat_lease(self, owner: str, giving_up: int | None, outcome: LeaseOutcome) -> None:
         """Do again what a lease of home's did."""

@@ -12,9 +12,9 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tranship.dock.policy import earliest_room, first_overfull, room_at
 
@@ -97,7 +97,8 @@ class Window:
     def resolve(self, group_id: int, deadline: int | None) -> None:
         """A group can be trained on. Its deadline has been counted by `move`."""
         self._resolved[group_id] = deadline
-        heapq.heappush(self._heap, (_sort_key(deadline), group_id))
+        if not self.ordered:
+            heapq.heappush(self._heap, (_sort_key(deadline), group_id))
 
     def bury(self, group_id: int, deadline: int | None) -> None:
         """A group that is not in a batch was dropped. Without a deadline of its own (None) it gets the earliest one."""
@@ -194,6 +195,20 @@ class Window:
     def unresolve(self, group_id: int) -> None:
         """A group that is in no batch can no longer be trained on; its deadline has been taken off by `move`."""
         self._resolved.pop(group_id, None)
+
+    def dump(self) -> list[Any]:
+        """Everything as plain values, for `load`."""
+        tables = (self._counts, self._resolved, self._tombstones)
+        head = [self.version, self.state, self.num_unconsumed]
+        return [*head, *(list(table.items()) for table in tables), self._waiting]
+
+    def load(self, plain: Sequence[Any]) -> None:
+        """Go on from a dump, before anything else."""
+        assert not self.num_unconsumed, "a window in use cannot go on from a dump"
+        self.version, self.state, self.num_unconsumed, counts, resolved, tombstones, self._waiting = plain
+        self._counts, self._tombstones = Counter(dict(counts)), dict(tombstones)
+        for group_id, deadline in resolved:
+            self.resolve(group_id, deadline)
 
     def is_resolved(self, group_id: int) -> bool:
         """Whether a group can be trained on, or was dropped."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tranship.dock import Batch, Dock, DockClient, StageNeeds, StaleLease, durable
@@ -67,7 +69,8 @@ class History:
     """Readers that hold leases for as long as they like, forget some of them, and come back with old ones.
 
     folder: the client reaches the dock through a service at a socket there (None: by a call in this process).
-    crashes: the dock is a durable one, which is killed now and then and taken over by a successor.
+    crashes: the dock is a durable one, which is killed now and then and taken over by a successor. Beside it goes one
+    whose journal is never started again: each of its answers, and what its successors hold, must be the same.
     """
 
     def __init__(self, setup: Setup, folder: Path | None = None, *, crashes: bool = False) -> None:
@@ -79,7 +82,10 @@ class History:
         self.durable: DurableDock | None = None
         self.tickets = 0
         if crashes:
-            self.durable = DurableDock(self.make_dock, now=lambda: self.now)
+            assert folder is not None
+            self.twin_root = folder / "twin"
+            self.twin_root.mkdir(exist_ok=True)
+            self.durable, self.twin = self.make_durables(None, None)
             self.dock = self.durable.dock
         else:
             self.dock = self.make_dock(lambda: self.now, None)
@@ -104,7 +110,13 @@ class History:
         self.consumed = 0
         self.seq = 0
 
-    def make_dock(self, clock: Callable[[], float], adopt: Path | None) -> Dock:
+    def make_durables(self, adopt: Path | None, twin_adopts: Path | None) -> tuple[DurableDock, DurableDock]:
+        own = DurableDock(self.make_dock, adopt, now=lambda: self.now)
+        twin = DurableDock(lambda *args: self.make_dock(*args, self.twin_root), twin_adopts, now=lambda: self.now)
+        twin._compact_at = 1 << 60
+        return own, twin
+
+    def make_dock(self, clock: Callable[[], float], adopt: Path | None, root: Path | None = None) -> Dock:
         setup = self.setup
         return Dock(
             STAGES,
@@ -119,7 +131,7 @@ class History:
             ordered=setup.ordered,
             refill=setup.refill,
             clock=clock,
-            root=self.folder,
+            root=root or self.folder,
             adopt=adopt,
             prefault=2,
         )
@@ -131,27 +143,40 @@ class History:
         body = encode_request(method, bind(method, args, kwargs), 0.0, self.tickets)
         replies = [self.durable.run("reader", self.tickets, decode_request(body), body, waiting=False) for _ in (1, 2)]
         assert replies[0] == replies[1] or method in ("status", "num_admissible")
+        assert (
+            self.of_twin(self.twin.run("reader", self.tickets, decode_request(body), body, waiting=False)) == replies[0]
+        )
         return decode_reply(method, replies[0])
+
+    def of_twin(self, reply: bytes | None) -> bytes | None:
+        """A twin's answer, in which its own folder stands."""
+        assert self.folder is not None
+        own, twin = (durable.dock.payload_folder() for durable in (self.durable, self.twin))
+        if reply is None or twin.encode() not in reply:
+            return reply
+        return msgpack.packb(_replaced(msgpack.unpackb(reply), twin, own))
 
     def crash(self, amount: int, choice: int) -> None:
         """The dock's process is killed, and a successor takes over; now and then the last entry was being written."""
         assert self.durable is not None
         before = (self.dock.snapshot(), self.dock.seq, self.dock.memory_use(), dict(self.dock._flow.leases._leases))
-        folder = self.dock.warehouse.home._folder
-        assert folder is not None
-        if amount % 2:
-            with (folder.path / "journal").open("ab") as journal:
-                journal.write(bytes(range(choice * 3)))
-        os.close(folder._lock)
-        self.durable.close()
-        self.durable = DurableDock(self.make_dock, folder.path, now=lambda: self.now)
+        folders = [killed(one, bytes(range(choice * 3)) if amount % 2 else b"") for one in (self.durable, self.twin)]
+        self.durable, self.twin = self.make_durables(*folders)
         self.dock = self.durable.dock
         leases = self.dock._flow.leases._leases
         after = (self.dock.snapshot(), self.dock.seq, self.dock.memory_use())
         assert after == before[:3]
         assert {i: list(one.keys) for i, one in leases.items()} == {i: list(one.keys) for i, one in before[3].items()}
         assert all(lease.deadline == self.now + LEASE_S for lease in leases.values())
+        self.compare()
         self.happened["crashed"] += 1
+
+    def compare(self) -> None:
+        """What was begun with a base, and what was worked through from the first message on, are the same."""
+        own, twin = self.durable, self.twin
+        assert msgpack.packb(own.dock.base()) == msgpack.packb(twin.dock.base())
+        assert own._last == {name: (ticket, self.of_twin(reply)) for name, (ticket, reply) in twin._last.items()}
+        assert own._acknowledged == twin._acknowledged
 
     def step(self, action: str, amount: int, choice: int) -> None:
         getattr(self, action)(amount, choice)
@@ -404,7 +429,28 @@ class History:
     def close(self) -> None:
         if self.service is not None:
             self.service.close()
+        if self.durable is not None:
+            self.compare()
         self.dock.close()
+        if self.durable is not None:
+            self.twin.dock.close()
+            self.twin_root.rmdir()
+
+
+def killed(durable: DurableDock, torn: bytes) -> Path:
+    """The process of a durable dock is killed, maybe while it writes an entry; returns the folder that it leaves."""
+    folder = durable.dock.warehouse.home._folder
+    assert folder is not None
+    os.pwrite(durable._journal._file, torn, durable._journal.nbytes)
+    os.close(folder._lock)
+    durable.close()
+    return folder.path
+
+
+def _replaced(plain, old: str, new: str):
+    if isinstance(plain, str):
+        return plain.replace(old, new)
+    return [_replaced(one, old, new) for one in plain] if isinstance(plain, list) else plain
 
 
 setups = st.builds(
@@ -464,13 +510,25 @@ def test_a_history_goes_the_same_way_through_a_service(tmp_path, staleness, on_s
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def compacted(monkeypatch) -> list[int]:
+    """Journals start again every few messages; how long each was then."""
+    lengths: list[int] = []
+    start_again = Journal.start_again
+
+    def note(journal, *entry, **more):
+        lengths.append(journal.nbytes)
+        start_again(journal, *entry, **more)
+
+    monkeypatch.setattr(durable, "_COMPACT_BYTES", 2048)
+    monkeypatch.setattr(durable, "_COMPACT_GROWTH", 1)
+    monkeypatch.setattr(Journal, "start_again", note)
+    return lengths
+
+
 @pytest.mark.parametrize("refill", [False, True])
 @pytest.mark.parametrize(("staleness", "on_stale"), [(0, "finish_first"), (1, "finish_first"), (2, "discard")])
-def test_a_history_goes_on_when_the_dock_is_killed(tmp_path, monkeypatch, staleness, on_stale, refill):
-    monkeypatch.setattr(durable, "_COMPACT_BYTES", 4096)
-    again = []
-    start_again = Journal.start_again
-    monkeypatch.setattr(Journal, "start_again", lambda *args: (again.append(1), start_again(*args)))
+def test_a_history_goes_on_when_the_dock_is_killed(tmp_path, compacted, staleness, on_stale, refill):
     happened: Counter[str] = Counter()
     weights = WEIGHTS | {"crash": 2}
     for seed in range(4):
@@ -482,4 +540,22 @@ def test_a_history_goes_on_when_the_dock_is_killed(tmp_path, monkeypatch, stalen
         history.end()
         assert list(tmp_path.iterdir()) == []
     assert min(happened[what] for what in ("trained", "expired", "refused", "crashed")) >= 5
-    assert again
+    assert len(compacted) > 20
+
+
+crash_steps = st.lists(
+    st.tuples(st.sampled_from([*sorted(WEIGHTS), "crash"]), st.integers(0, 7), st.integers(0, 7)), max_size=60
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(setups, crash_steps)
+def test_a_dock_goes_on_from_a_base_as_from_all_its_messages(tmp_path, compacted, setup, steps):
+    history = History(setup, tmp_path, crashes=True)
+    try:
+        for action, amount, choice in steps:
+            history.step(action, amount, choice)
+        history.crash(0, 0)
+        history.end()
+    finally:
+        shutil.rmtree(history.twin_root, ignore_errors=True)
