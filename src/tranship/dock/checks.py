@@ -12,15 +12,20 @@ from tranship.dock.messages import Admission
 from tranship.dock.table import GroupTable
 from tranship.types import SampleId, UserError
 
+MAX_ROWS = 1 << 20
+
 
 def check_admissions(groups: Sequence[Admission], table: GroupTable, ledger: Ledger, room: int) -> None:
-    """ValueError if there is no room for the training groups among them, or an id is or was in use."""
+    """ValueError if there is no room for the training groups among them, an id is or was in use, or they have more
+    than MAX_ROWS rows: what a message makes the dock remember is bounded by this, not by the number that it names."""
     ids = [admission.group_id for admission in groups]
     num_train = sum(admission.kind == "train" for admission in groups)
     if num_train > room:
         raise ValueError(f"{num_train} groups were to be admitted, and there is room for {room}")
     if len(set(ids)) != len(ids):
         raise ValueError(f"a group was to be admitted twice: {ids}")
+    if sum(max(0, admission.size) for admission in groups) > MAX_ROWS:
+        raise ValueError(f"more than {MAX_ROWS} rows were to be admitted at once")
     for admission in groups:
         group_id, kind = admission.group_id, admission.kind
         if kind not in ("train", "val") or admission.size < 1:

@@ -187,7 +187,7 @@ class Dock:
         self._flow.bound.check_sampler_version(version)
         picked: list[Key] = []
         self._refused = False
-        for kind in kinds:
+        for kind in dict.fromkeys(kinds):
             gate = self._flow.starter(version) if kind == "train" and version is not None else _always
             keys, refused = controller.pick(kind, max_groups - len(picked), gate)
             picked += keys
@@ -210,7 +210,7 @@ class Dock:
             raise ValueError(f"{max_rows} rows were asked for")
         picked: list[Key] = []
         self._refused = False
-        for kind in kinds:
+        for kind in dict.fromkeys(kinds):
             picked += controller.pick(kind, max_rows - len(picked), _always)[0]
         if not picked:
             return None

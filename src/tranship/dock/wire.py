@@ -35,6 +35,7 @@ from tranship.types import RunError, SampleId, UserError
 
 MAX_TEXT = 1 << 12
 MAX_ITEMS = 1 << 20
+MAX_WAIT_S = 10**6
 _BY_NAME = {error.__name__: error for error in (StaleLease, StaleSlab, DockFull, UserError, RunError, ValueError)}
 
 
@@ -70,7 +71,9 @@ def decode_request(data: bytes) -> Request:
     if type(plain) is not dict:
         raise _malformed("arguments", plain)
     arguments = {name: _of(codecs, name).decode(value) for name, value in plain.items()}
-    return Request(method, arguments, _number(wait_s), _int(ticket))
+    if not 0 <= _number(wait_s) <= MAX_WAIT_S:
+        raise _malformed(f"a wait of at most {MAX_WAIT_S} s", wait_s)
+    return Request(method, arguments, float(wait_s), _int(ticket))
 
 
 def encode_reply(method: str, result: Any) -> bytes:

@@ -525,3 +525,25 @@ def test_attempts_are_remembered(make_rig):
     again.generate(batch)
     again.score()
     assert again.train() == [0]
+
+
+def test_a_kind_that_is_named_twice_is_one(make_rig):
+    rig = make_rig(batch_groups=4)
+    rig.admit(4)
+    batch = rig.client.take("rollout", max_groups=4, version=0, kinds=("train", "train"))
+    assert batch is not None
+    assert len(batch.groups) == 4
+    rig.generate(batch)
+    rows = rig.client.take_rows("score", max_rows=100, kinds=("train", "train"))
+    assert rows is not None
+    assert len(rows.ids) == 8
+    rig.clock.now = 100.0
+    assert [lease.lease for lease in rig.dock.expire()] == [rows.lease]
+    assert rig.score() == 8
+
+
+def test_more_rows_than_a_message_may_bring_are_refused_before_they_are_remembered(make_rig):
+    rig = make_rig(batch_groups=4)
+    with pytest.raises(ValueError, match="rows were to be admitted at once"):
+        rig.client.admit([(0, 1 << 40, "train", {"prompt": np.zeros(3)})])
+    rig.client.admit([(0, 2, "train", {"prompt": np.zeros(3)})])

@@ -155,7 +155,7 @@ def plain_request(method, arguments, wait_s=0.0):
         plain_request("ack", {"lease": 1.0}),
         plain_request("ack", [1]),
         plain_request("ack", {"lease": 1}, "soon"),
-        plain_request("ack", {"lease": 1}, float("nan")),
+        *(plain_request("ack", {"lease": 1}, wait_s) for wait_s in (float("nan"), float("inf"), 1e300, -1.0)),
         plain_request(b"ack", {"lease": 1}),
         plain_request("retire", {"reader": "x" * 5000}),
         plain_request("ask", {"method": "close", "stage": "s", "reader": "r"}),

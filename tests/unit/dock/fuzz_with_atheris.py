@@ -1,0 +1,36 @@
+"""Fuzzes one target with atheris:
+
+    python -m tests.unit.dock.fuzz_with_atheris TARGET FOLDER SECONDS [OPTION OF LIBFUZZER ...]
+
+What it finds is written to FOLDER. Needs `pip install atheris`, which is no dependency of the project.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["tranship.dock"]):
+    from tests.unit.dock import fuzz_targets
+
+
+def main(name: str, folder: str, seconds: str, *options: str) -> None:
+    corpus, work = Path(folder, "corpus"), Path(folder, "work")
+    corpus.mkdir(parents=True, exist_ok=True)
+    work.mkdir(exist_ok=True)
+    target = fuzz_targets.TARGETS[name](work)
+    for number, seed in enumerate(target.seeds):
+        (corpus / f"seed{number}").write_bytes(seed)
+    limits = [f"-max_total_time={seconds}", f"-max_len={fuzz_targets.MAX_BYTES}", "-timeout=20", "-seed=1"]
+    atheris.Setup([sys.argv[0], *limits, f"-artifact_prefix={folder}/", *options, str(corpus)], target.run)
+    try:
+        atheris.Fuzz()
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
