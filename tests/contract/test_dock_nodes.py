@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tranship.dock import Dock, DockClient, Keeper, ServedDock, StageNeeds, StaleLease, StaleSlab
+from tranship.dock import Dock, DockClient, Keeper, ServedDock, StageNeeds, StaleLease, StaleSlab, durable
 from tranship.dock.buffers import Buffers
 from tranship.dock.frames import ConnectionLost
 from tranship.types import SampleId
@@ -358,7 +358,11 @@ def test_a_full_file_system_of_a_node_is_named(rig: Rig, monkeypatch: pytest.Mon
     keeper.close()
 
 
-def test_a_dock_that_was_killed_goes_on_with_the_rows_of_other_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compact_bytes", [1, 1 << 20], ids=["from a base", "from the start"])
+def test_a_dock_that_was_killed_goes_on_with_the_rows_of_other_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compact_bytes: int
+) -> None:
+    monkeypatch.setattr(durable, "_COMPACT_BYTES", compact_bytes)
     rig = Rig(tmp_path, durable=True)
     access = rig.served.access
     rig.admit()
