@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -187,16 +188,16 @@ class Batch:
 
     def _segments(self, column: str) -> list[_Segment]:
         """Where a column lies: neighbours in one block are one segment. Counted in groups for a group's own column."""
-        if self._entries and column in self._entries[0].shared:
-            refs = [(self._own_ref(entry, column), 1) for entry in self._entries]
-        else:
-            refs = []
-            for entry in self._entries:
-                where = self._where(entry, column)
-                if type(where) is BlockRef:
-                    refs.append((where, len(entry.samples)))
-                else:
-                    refs += [(ref, 1) for ref in where]
+        refs: list[tuple[BlockRef, int]] = []
+        for alike in self._alike:
+            if column in self._entries[0].shared:
+                refs.append((self._own_ref(alike[0], column), len(alike)))
+                continue
+            where = self._where(alike[0], column)
+            if type(where) is BlockRef:
+                refs.append((where, sum([len(entry.samples) for entry in alike])))
+            else:
+                refs += [(ref, 1) for ref in where * len(alike)]
         segments: list[_Segment] = []
         at = first = 0
         last: BlockRef | None = None
@@ -218,6 +219,15 @@ class Batch:
         if key not in self._runs:
             self._runs[key] = block.runs_of(self._row_ids[segment.first : segment.end])
         return self._runs[key]
+
+    @cached_property
+    def _alike(self) -> list[Sequence[GroupEntry]]:
+        """All entries, as runs of neighbours that share the record of where their columns lie."""
+        if not self._entries:
+            return []
+        keys = [(id(entry.shared), id(entry.refs)) for entry in self._entries]
+        breaks = [at for at in range(1, len(keys)) if keys[at] != keys[at - 1]]
+        return [self._entries[first:end] for first, end in pairwise([0, *breaks, len(keys)])]
 
     @cached_property
     def _count(self) -> int:

@@ -19,12 +19,13 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from tranship.dock.rows import Rows
 from tranship.dock.values import BFLOAT16, Bfloat16, code_of, dtype_of, pack_value, unpack_value
 from tranship.types import SampleId
 
@@ -36,6 +37,7 @@ _COLUMN = struct.Struct("<HBBIQQQ")
 _HAS_CHECKSUM = 1
 _RAW, _OBJECTS = 0, 1
 _MAX_NDIM = 32
+_dtype_of, _ndim_of = attrgetter("dtype"), attrgetter("ndim")
 
 
 def align(offset: int) -> int:
@@ -105,8 +107,8 @@ class PackedBlock:
 def pack(rows: Sequence[SampleId], columns: Mapping[str, Sequence[Any] | Ragged]) -> PackedBlock:
     """The block of some rows. A column is a sequence of one value per row, one array whose rows are the values, or a
     Ragged, which is the fastest. ValueError if a column has another number of values, or a value cannot be carried."""
-    ids = np.fromiter(chain.from_iterable(rows), "<i8", 3 * len(rows)).reshape(len(rows), 3)
-    if len({row[:2] for row in rows}) != len(rows):
+    named = Rows.of(rows)
+    if named.has_repeats:
         raise ValueError(f"a row stands twice in a block: {list(rows)[:8]}")
     parts = []
     for name, values in columns.items():
@@ -116,7 +118,7 @@ def pack(rows: Sequence[SampleId], columns: Mapping[str, Sequence[Any] | Ragged]
             parts.append(_pack_column(name.encode(), values))
         except ValueError as error:
             raise ValueError(f"column {name!r}: {error}") from error
-    return PackedBlock(ids, parts)
+    return PackedBlock(named.array, parts)
 
 
 def _pack_column(name: bytes, values: Sequence[Any] | Ragged) -> _Part:
@@ -183,13 +185,12 @@ def _as_raw(values: Sequence[Any]) -> tuple[int, list[np.ndarray]] | None:
     if kind not in (np.ndarray, Bfloat16) or len(set(map(type, values))) > 1:
         return None
     arrays = [value.bits for value in values] if kind is Bfloat16 else list(values)
-    first = arrays[0]
-    code = BFLOAT16 if kind is Bfloat16 else code_of(first.dtype)
-    if code is None or any(array.ndim != first.ndim for array in arrays):
+    code = code_of(arrays[0].dtype)
+    if code is None or len(set(map(_ndim_of, arrays))) > 1:
         return None
-    if any(code_of(dtype) != code_of(first.dtype) for dtype in {array.dtype for array in arrays}):
+    if any(code_of(dtype) != code for dtype in set(map(_dtype_of, arrays))):
         return None
-    return code, arrays
+    return (BFLOAT16 if kind is Bfloat16 else code), arrays
 
 
 @dataclass(frozen=True, eq=False)

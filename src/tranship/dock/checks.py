@@ -9,6 +9,7 @@ from tranship.dock.group import OWN, Group
 from tranship.dock.leases import Lease
 from tranship.dock.ledger import Ledger
 from tranship.dock.messages import Admission
+from tranship.dock.rows import GroupRun, Rows
 from tranship.dock.table import GroupTable
 from tranship.types import SampleId, UserError
 
@@ -46,28 +47,27 @@ def rows_to_publish(
     never covered one; ValueError for a row that does not exist.
     """
     revoked = () if lease is None else lease.revoked
+    rows = Rows.of(rows)
     whole: list[Group] = []
     single: list[tuple[SampleId, Group]] = []
-    at = 0
-    while at < len(rows):
-        row = rows[at]
-        group = None if row.group_id in revoked else table.get(row.group_id)
-        if group is not None and row.sample_index == 0 and _is_whole(group, rows[at : at + group.size], columns, lease):
-            whole.append(group)
-            at += group.size
+    for run in rows.group_runs():
+        if run.group_id in revoked:
             continue
-        if row.group_id not in revoked:
-            single.append((row, _group_of(row, lease, table)))
-        at += 1
+        group = table.get(run.group_id)
+        if group is not None and _is_whole(group, run, columns, lease):
+            whole.append(group)
+        else:
+            single += [(row, _group_of(row, lease, table)) for row in rows[run.first : run.first + run.count]]
     if rows and not whole and not single:
         raise StaleLease(f"the groups of {list(rows)[:4]} have left the dock")
     return whole, single
 
 
-def _is_whole(group: Group, rows: Sequence[SampleId], columns: Sequence[str], lease: Lease | None) -> bool:
+def _is_whole(group: Group, run: GroupRun, columns: Sequence[str], lease: Lease | None) -> bool:
     """Whether these are all samples of a group that a lease covers as a whole, and the columns are new to it."""
     covered = lease is None or group.group_id in lease.keys
-    return covered and group.is_all_of(rows) and group.has_none_of(columns)
+    is_all = run.sample_index == 0 and run.count == group.size and run.attempt == group.attempt
+    return covered and is_all and group.has_none_of(columns)
 
 
 def _group_of(row: SampleId, lease: Lease | None, table: GroupTable) -> Group:

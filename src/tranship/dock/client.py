@@ -13,6 +13,7 @@ from tranship.dock.link import DockLink, DockProxy
 from tranship.dock.messages import Admission, Answer, BlockRef, Kind, Publish, Status
 from tranship.dock.nodes import NodesReader
 from tranship.dock.reader import BlockReader, LocalReader
+from tranship.dock.rows import Rows
 from tranship.dock.writer import BlockWriter
 from tranship.types import SampleId
 
@@ -125,10 +126,11 @@ class DockClient:
         """
         if not rows:
             return
+        named = Rows.of(rows)
         self._put(
-            rows,
+            named,
             columns,
-            lambda ref: ("publish", Publish(self._owner, ref, list(rows), tuple(columns), lease, sampled_version)),
+            lambda ref: ("publish", Publish(self._owner, ref, named, tuple(columns), lease, sampled_version)),
         )
 
     # Rows come out

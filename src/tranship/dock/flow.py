@@ -12,7 +12,7 @@ from tranship.dock.errors import StaleLease
 from tranship.dock.group import OWN, Group
 from tranship.dock.leases import Lease, LeaseTable
 from tranship.dock.ledger import LOST, TOO_STALE, Ledger
-from tranship.dock.messages import Admission, ExpiredLease, Take, Unit
+from tranship.dock.messages import Admission, ExpiredLease, Take, Unit, Where
 from tranship.dock.table import GroupTable, Ready
 from tranship.dock.window import Unfinished, Window
 
@@ -100,14 +100,15 @@ class Flow:
         """What the reader of a new lease needs to know."""
         controller = self.table.controllers[lease.stage]
         groups, reads = lease.groups, controller.needs.reads
+        known: dict[int, dict[str, Where]] = {}
         if controller.takes_groups:
-            entries = tuple(group.entry(reads) for group in groups.values())
+            entries = tuple([group.entry(reads, None, known) for group in groups.values()])
         else:
             rows: dict[int, list[int]] = {group_id: [] for group_id in groups}
             for key in lease.keys:
                 assert not isinstance(key, int), key
                 rows[key[0]].append(key[1])
-            entries = tuple(group.entry(reads, rows[group.group_id]) for group in groups.values())
+            entries = tuple(group.entry(reads, rows[group.group_id], known) for group in groups.values())
         window, num_dropped = lease.window or (), len(lease.dropped)
         return Take(lease.id, lease.stage, lease.deadline, self.window.version, entries, window, num_dropped)
 

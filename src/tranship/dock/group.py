@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 from tranship.dock.messages import BlockRef, GroupEntry, Kind, Where
 from tranship.types import SampleId
 
 OWN = -1  # the sample index of a group's own columns
+_NOTHING: Mapping[str, BlockRef] = {}
+_NONE_SHARED: dict[str, BlockRef] = {}
+_SAMPLES = [tuple(range(size)) for size in range(65)]
+
+
+def all_samples(size: int) -> tuple[int, ...]:
+    """The sample indices of a group of that size."""
+    return _SAMPLES[size] if size < len(_SAMPLES) else tuple(range(size))
 
 
 @dataclass(eq=False)
@@ -19,10 +27,10 @@ class Group:
     """One group and its `size` samples.
 
     columns: column -> sample index (or OWN) -> block. whole: column -> the one block that brought it for all samples;
-    a column stands in one of the two. slabs: how many of its rows lie in each slab. declared: the
-    policy version at which a sampler took it; published: the oldest version of the tokens that came back;
-    start_lease: under which lease it was taken to be sampled. pins: leases that may still read it. in_batch: it is
-    being trained on. here: it has not left the dock.
+    a column stands in one of the two, and `whole` is shared with other groups: it is replaced, never changed. slabs:
+    how many of its rows lie in each slab. declared: the policy version at which a sampler took it; published: the
+    oldest version of the tokens that came back; start_lease: under which lease it was taken to be sampled. pins: leases
+    that may still read it. in_batch: it is being trained on. here: it has not left the dock.
     """
 
     group_id: int
@@ -30,7 +38,7 @@ class Group:
     kind: Kind
     attempt: int
     columns: dict[str, dict[int, BlockRef]] = field(default_factory=dict)
-    whole: dict[str, BlockRef] = field(default_factory=dict)
+    whole: Mapping[str, BlockRef] = field(default_factory=lambda: _NOTHING)
     slabs: Counter[int] = field(default_factory=Counter)
     declared: int | None = None
     published: int | None = None
@@ -45,10 +53,6 @@ class Group:
         if self.declared is None or self.published is None:
             return self.published if self.declared is None else self.declared
         return min(self.declared, self.published)
-
-    def is_all_of(self, rows: Sequence[SampleId]) -> bool:
-        """Whether these are all of its samples, in order."""
-        return rows == list(zip(repeat(self.group_id), range(self.size), repeat(self.attempt)))
 
     def has(self, column: str, sample_index: int) -> bool:
         """Whether a row has a column, of its own or from its group."""
@@ -101,8 +105,7 @@ class Group:
         group = cls(group_id, size, kind, attempt)
         group.declared, group.published = declared, published
         group.start_lease, group.in_batch = start_lease, in_batch
-        for place, *ref in whole:
-            group.whole.update(dict.fromkeys(column_sets[place], BlockRef(*ref)))
+        group.whole = {column: BlockRef(*ref) for place, *ref in whole for column in column_sets[place]}
         for place, index, *ref in single:
             block = BlockRef(*ref)
             for column in column_sets[place]:
@@ -114,12 +117,21 @@ class Group:
         """The identity of one of its samples."""
         return SampleId(self.group_id, sample_index, self.attempt)
 
-    def entry(self, reads: Sequence[str], indices: Sequence[int] | None = None) -> GroupEntry:
-        """What a reader of some columns needs to find them, for some samples (None: all)."""
-        samples = tuple(range(self.size) if indices is None else indices)
-        if self.whole.keys() >= set(reads):
-            own: dict[str, Where] = {column: self.whole[column] for column in reads}
-            return GroupEntry(self.group_id, self.size, self.kind, self.attempt, {}, samples, own, self.oldest_version)
+    def entry(
+        self, reads: Sequence[str], indices: Sequence[int] | None, known: dict[int, dict[str, Where]]
+    ) -> GroupEntry:
+        """What a reader of some columns needs to find them, for some samples (None: all).
+
+        known: filled and used by the entries of one take, for groups that share `whole`.
+        """
+        samples = all_samples(self.size) if indices is None else tuple(indices)
+        own: dict[str, Where] | None = known.get(id(self.whole))
+        if own is None and self.whole.keys() >= set(reads):
+            own = {column: self.whole[column] for column in reads}
+            known[id(self.whole)] = own
+        if own is not None:
+            oldest = self.oldest_version
+            return GroupEntry(self.group_id, self.size, self.kind, self.attempt, _NONE_SHARED, samples, own, oldest)
         shared: dict[str, BlockRef] = {}
         refs: dict[str, Where] = {}
         for column in reads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -58,7 +59,7 @@ class Publish:
 
     owner: str
     block: BlockRef
-    rows: list[SampleId]
+    rows: Sequence[SampleId]
     columns: tuple[str, ...]
     lease: int | None = None
     sampled_version: int | None = None

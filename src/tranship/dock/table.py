@@ -97,8 +97,13 @@ class GroupTable:
         refs = dict.fromkeys(columns, ref)
         ready: list[Ready] = []
         num_rows = 0
+        # From what groups had to what they have now: as long as they get the same, they share it.
+        wholes: dict[int, tuple[Mapping[str, BlockRef], Mapping[str, BlockRef]]] = {}
         for group in groups:
-            group.whole.update(refs)
+            old = group.whole
+            if id(old) not in wholes:
+                wholes[id(old)] = (old, {**old, **refs})
+            group.whole = wholes[id(old)][1]
             for controller, count in readers:
                 if controller.takes_groups:
                     became_ready = controller.arrived(group.group_id, count)

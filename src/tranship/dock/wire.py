@@ -6,15 +6,15 @@ value of another type or out of range is a ValueError ("malformed message: ...")
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 
 from tranship.dock.errors import DockFull, StaleLease, StaleSlab
+from tranship.dock.group import all_samples
 from tranship.dock.messages import (
     Admission,
     Answer,
@@ -31,6 +31,7 @@ from tranship.dock.messages import (
     Where,
 )
 from tranship.dock.place import Place
+from tranship.dock.rows import Rows
 from tranship.types import RunError, SampleId, UserError
 
 MAX_TEXT = 1 << 12
@@ -229,15 +230,15 @@ KIND = _one_of("train", "val")
 # Rows and blocks
 
 
-def _encode_rows(rows: list[SampleId]) -> bytes:
-    return np.fromiter(chain.from_iterable(rows), "<i8", 3 * len(rows)).tobytes()
+def _encode_rows(rows: Sequence[SampleId]) -> bytes:
+    return Rows.of(rows).array.tobytes()
 
 
-def _decode_rows(data: Any) -> list[SampleId]:
+def _decode_rows(data: Any) -> Rows:
     if type(data) is not bytes or len(data) % 24 or len(data) > 24 * MAX_ITEMS:
         raise _malformed("identities of rows", data)
-    rows = list(starmap(SampleId, np.frombuffer(data, "<i8").reshape(-1, 3).tolist()))
-    if len({row[:2] for row in rows}) != len(rows):
+    rows = Rows(np.frombuffer(data, "<i8").reshape(-1, 3))
+    if rows.has_repeats:
         raise ValueError("malformed message: a row stands in it twice")
     return rows
 
@@ -259,13 +260,16 @@ REF = Codec(list, _decode_ref)
 def _encode_take(take: Take) -> list[Any]:
     refs: dict[BlockRef, int] = {}
     patterns: dict[Any, int] = {}
+    known: dict[tuple[int, int], int] = {}
     groups = []
-    for entry in take.groups:
-        key = (tuple(entry.shared.items()), tuple(entry.refs.items()))
-        pattern = patterns.setdefault(key, len(patterns))
-        oldest = entry.oldest_version
-        samples = None if entry.samples == tuple(range(entry.size)) else entry.samples
-        groups.append([entry.group_id, entry.size, entry.kind, entry.attempt, pattern, samples, oldest])
+    for group_id, size, kind, attempt, shared, samples, own, oldest in take.groups:
+        pattern = known.get((id(shared), id(own)))
+        if pattern is None:
+            key = (tuple(shared.items()), tuple(own.items()))
+            pattern = known[id(shared), id(own)] = patterns.setdefault(key, len(patterns))
+        groups.append(
+            (group_id, size, kind, attempt, pattern, None if samples == all_samples(size) else samples, oldest)
+        )
 
     def place(ref: BlockRef) -> int:
         return refs.setdefault(ref, len(refs))
@@ -305,13 +309,12 @@ def _decode_take(plain: Any) -> Take:
             raise _malformed("a pattern's place", pattern)
         if not 1 <= _int(size) <= MAX_ITEMS:
             raise _malformed("a group's size", size)
-        taken = tuple(range(size)) if samples is None else INT_TUPLE.decode(samples)
+        taken = all_samples(size) if samples is None else INT_TUPLE.decode(samples)
         shared, own, lengths = patterns[pattern]
-        if lengths - {len(taken)}:
+        if lengths and lengths != {len(taken)}:
             raise _malformed("one block for each sample", group)
         oldest = None if oldest is None else _int(oldest)
-        head = (_int(group_id), size, KIND.decode(kind), _int(attempt))
-        entries.append(GroupEntry(*head, shared, taken, own, oldest))
+        entries.append(GroupEntry(_int(group_id), size, KIND.decode(kind), _int(attempt), shared, taken, own, oldest))
     told = (_int(lease), _text(stage), _number(deadline), _int(version))
     return Take(*told, tuple(entries), INT_TUPLE.decode(window), _int(num_dropped))
 
