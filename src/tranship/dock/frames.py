@@ -19,6 +19,7 @@ from tranship.types import RunError, UserError
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME = 64 << 20
+_FIRST_BYTES = 1 << 16
 _TIMEVAL = struct.Struct("@ll")
 NONCE_BYTES = 32
 PROOF_BYTES = NONCE_BYTES + hashlib.sha256().digest_size
@@ -85,16 +86,16 @@ def connect(address: str, secret: bytes, limit_s: float) -> socket.socket:
     stream = socket.socket(socket.AF_UNIX if kind == _UNIX else _family(where), socket.SOCK_STREAM)
     try:
         if kind == _UNIX:
-            # A limit that leaves the socket blocking: else a full backlog is an error at once, not a wait.
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(limit_s), 0))
+            # Else a full backlog is an error at once, not a wait.
+            set_limit(stream, limit_s)
         else:
             stream.settimeout(limit_s)
         stream.connect(where)
-        stream.settimeout(limit_s)
+        set_limit(stream, limit_s)
         tune(stream)
         server_nonce = receive(stream, NONCE_BYTES)
         client_nonce = secrets.token_bytes(NONCE_BYTES)
-        stream.sendall(client_nonce + proof(secret, b"client", server_nonce, client_nonce))
+        send(stream, client_nonce + proof(secret, b"client", server_nonce, client_nonce))
         answer = receive(stream, PROOF_BYTES - NONCE_BYTES)
         if not proves(answer, secret, b"server", server_nonce, client_nonce):
             raise ConnectionLost(f"{address} does not know the run's secret: another run listens there")
@@ -117,6 +118,22 @@ def tune(stream: socket.socket) -> None:
             stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def set_limit(stream: socket.socket, limit_s: float) -> None:
+    """How long one call may wait on a socket, which stays blocking: the kernel counts, and no call looks first."""
+    stream.settimeout(None)
+    limit = _TIMEVAL.pack(int(limit_s), int(limit_s % 1 * 1e6))
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def send(stream: socket.socket, data: bytes | memoryview) -> None:
+    """Send all of it. TimeoutError if the other end takes nothing within the limit."""
+    try:
+        stream.sendall(data)
+    except BlockingIOError as error:
+        raise TimeoutError("the other end takes nothing") from error
+
+
 def receive(stream: socket.socket, count: int) -> bytes:
     """Exactly so many bytes. ConnectionLost if the stream ends before; `count` has been checked by the caller."""
     data = bytearray(count)
@@ -125,9 +142,12 @@ def receive(stream: socket.socket, count: int) -> bytes:
 
 
 def receive_into(stream: socket.socket, out: memoryview) -> None:
-    """Fill `out` (bytes). ConnectionLost if the stream ends before."""
+    """Fill `out` (bytes). ConnectionLost if the stream ends before, TimeoutError if nothing comes within the limit."""
     while len(out):
-        got = stream.recv_into(out)
+        try:
+            got = stream.recv_into(out, 0, socket.MSG_WAITALL)
+        except BlockingIOError as error:
+            raise TimeoutError("the other end sends nothing") from error
         if not got:
             raise ConnectionLost("the other end has closed the connection")
         out = out[got:]
@@ -135,15 +155,25 @@ def receive_into(stream: socket.socket, out: memoryview) -> None:
 
 def send_frame(stream: socket.socket, body: bytes) -> None:
     """Send one frame."""
-    stream.sendall(LENGTH.pack(len(body)) + body)
+    send(stream, LENGTH.pack(len(body)) + body)
 
 
 def receive_frame(stream: socket.socket, limit: int = MAX_FRAME) -> bytes:
-    """The next frame. ValueError if it is longer than the limit; nothing has been allocated for it then."""
-    (length,) = LENGTH.unpack(receive(stream, LENGTH.size))
+    """The only frame that is under way. ValueError if it is longer than the limit (nothing has been allocated for it
+    then), or if something follows it."""
+    try:
+        data = stream.recv(_FIRST_BYTES)
+    except BlockingIOError as error:
+        raise TimeoutError("the other end sends nothing") from error
+    if len(data) < LENGTH.size:
+        data += receive(stream, LENGTH.size - len(data)) if data else receive(stream, LENGTH.size)
+    (length,) = LENGTH.unpack_from(data)
     if length > limit:
         raise ValueError(f"malformed message: a frame of {length} bytes, and the limit is {limit}")
-    return receive(stream, length)
+    missing = LENGTH.size + length - len(data)
+    if missing < 0:
+        raise ValueError(f"malformed message: {-missing} bytes after a frame of {length}")
+    return data[LENGTH.size :] + (receive(stream, missing) if missing else b"")
 
 
 def node_of(folder: str | Path) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tranship.dock.frames import ConnectionLost, connect, receive_frame, send_frame, shut
+from tranship.dock.frames import ConnectionLost, connect, receive_frame, send_frame, set_limit, shut
 from tranship.dock.place import Place
 from tranship.dock.wire import bind, decode_place, decode_reply, encode_request
 
@@ -84,6 +84,7 @@ class DockLink:
         while True:
             try:
                 self._stream = connect(self._address, self._secret, self._answer_s)
+                self._waiting_s = 0.0
                 return decode_place(self._exchange(self._name.encode(), 0.0))
             except ConnectionLost:
                 if time.monotonic() >= until:
@@ -95,7 +96,9 @@ class DockLink:
 
     def _exchange(self, request: bytes, wait_s: float) -> bytes:
         try:
-            self._stream.settimeout(self._answer_s + wait_s)
+            if wait_s != self._waiting_s:
+                set_limit(self._stream, self._answer_s + wait_s)
+                self._waiting_s = wait_s
             send_frame(self._stream, request)
             self._await(self._answer_s + wait_s)
             return receive_frame(self._stream)

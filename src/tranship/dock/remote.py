@@ -11,7 +11,7 @@ import numpy as np
 
 from tranship.dock.block import Block
 from tranship.dock.errors import StaleSlab
-from tranship.dock.frames import ConnectionLost, connect, receive_into
+from tranship.dock.frames import ConnectionLost, connect, receive_into, send, set_limit
 from tranship.dock.messages import BlockRef
 from tranship.dock.reader import Run
 from tranship.dock.runs import COUNT, GOOD, MAX_RUNS, PUT, RUN, SLAB, SOCKET_BYTES
@@ -40,7 +40,7 @@ class RemoteReader:
     def __init__(self, address: str, secret: bytes) -> None:
         self._address = address
         self._stream = connect(address, secret, _CONNECT_S)
-        self._stream.settimeout(_ANSWER_S)
+        set_limit(self._stream, _ANSWER_S)
         self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
         self._kept: OrderedDict[BlockRef, _Fetched] = OrderedDict()
 
@@ -139,7 +139,7 @@ class RemoteReader:
     def _ask(self, request: bytes | memoryview, refs: Sequence[BlockRef]) -> None:
         answer = bytearray(1)
         try:
-            self._stream.sendall(request)
+            send(self._stream, request)
         except OSError as error:
             raise ConnectionLost(f"the payload's server at {self._address} is gone: {error}") from error
         self._receive(memoryview(answer))

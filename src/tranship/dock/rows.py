@@ -10,6 +10,9 @@ import numpy as np
 
 from tranship.types import SampleId
 
+# From here on a pass over the array costs less than one over its rows.
+_MANY = 128
+
 
 class GroupRun(NamedTuple):
     """Neighbours of one group and attempt whose sample indices go up by one: `count` rows from `first` on."""
@@ -60,14 +63,16 @@ class Rows(Sequence[SampleId]):
     @property
     def has_repeats(self) -> bool:
         """Whether a sample stands in it twice."""
+        if len(self) < _MANY:
+            return len({(row[0], row[1]) for row in self.array.tolist()}) != len(self)
         groups, indices = self.array[:, 0], self.array[:, 1]
         later = (groups[1:] > groups[:-1]) | ((groups[1:] == groups[:-1]) & (indices[1:] > indices[:-1]))
         return not later.all() and len(set(zip(groups.tolist(), indices.tolist(), strict=True))) != len(self)
 
     def group_runs(self) -> list[GroupRun]:
         """All rows as the longest runs, in order."""
-        if not len(self):
-            return []
+        if len(self) < _MANY:
+            return _runs_of_few(self.array.tolist())
         before, after = self.array[:-1], self.array[1:]
         goes_on = (after[:, 0] == before[:, 0]) & (after[:, 1] == before[:, 1] + 1) & (after[:, 2] == before[:, 2])
         starts = np.concatenate([[0], np.flatnonzero(~goes_on) + 1])
@@ -76,3 +81,14 @@ class Rows(Sequence[SampleId]):
         return [
             GroupRun(first, n, *head) for first, n, head in zip(starts.tolist(), counts.tolist(), heads, strict=True)
         ]
+
+
+def _runs_of_few(rows: list[list[int]]) -> list[GroupRun]:
+    runs: list[GroupRun] = []
+    first = 0
+    for end in range(1, len(rows) + 1):
+        group_id, sample_index, attempt = rows[end - 1]
+        if end == len(rows) or rows[end] != [group_id, sample_index + 1, attempt]:
+            runs.append(GroupRun(first, end - first, group_id, rows[first][1], attempt))
+            first = end
+    return runs

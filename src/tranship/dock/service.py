@@ -51,7 +51,8 @@ _CHUNK = 1 << 16
 class _Connection:
     """One client. name: once it has said it. nonce: of the greeting. until: when the greeting must be over.
 
-    inbox: bytes that have come. outbox: bytes that the client has not taken yet. parked: its message that waits.
+    inbox: bytes that have come. outbox: bytes that the client has not taken yet; while there are any, the selector
+    tells when it takes more. parked: its message that waits.
     """
 
     stream: socket.socket
@@ -206,8 +207,19 @@ class DockService:
             if not data:
                 self._drop(connection)
                 return
-            connection.inbox += data
-            self._read(connection)
+            if self._is_message(connection, data):
+                self._handle(connection, data[LENGTH.size :])
+            else:
+                connection.inbox += data
+                self._read(connection)
+
+    @staticmethod
+    def _is_message(connection: _Connection, data: bytes) -> bool:
+        """Whether some bytes are exactly the next message of a client: nearly always so."""
+        is_next = not connection.inbox and not connection.outbox and connection.parked is None
+        if connection.name is None or not is_next or len(data) < LENGTH.size:
+            return False
+        return LENGTH.unpack_from(data)[0] == len(data) - LENGTH.size
 
     def _read(self, connection: _Connection) -> None:
         """Work on what has come, message by message."""
@@ -351,22 +363,30 @@ class DockService:
     def _send(self, connection: _Connection, data: bytes) -> None:
         if connection not in self._connections:
             return
-        connection.outbox += data
-        self._flush(connection)
+        if connection.outbox:
+            connection.outbox += data
+            return
+        sent = self._sent(connection, data)
+        if sent is not None and sent < len(data):
+            connection.outbox += memoryview(data)[sent:]
+            self._selector.modify(connection.stream, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
 
     def _flush(self, connection: _Connection) -> None:
-        """Send what the client takes now; the rest when it is ready for more."""
+        """The client is ready for more: send what it takes, and go on with its messages when it has taken all."""
+        sent = self._sent(connection, connection.outbox)
+        if sent is None:
+            return
+        del connection.outbox[:sent]
+        if not connection.outbox:
+            self._selector.modify(connection.stream, selectors.EVENT_READ, connection)
+            self._read(connection)
+
+    def _sent(self, connection: _Connection, data: bytes | bytearray) -> int | None:
+        """How many bytes the client takes now; None if it is gone."""
         try:
-            sent = connection.stream.send(connection.outbox)
+            return connection.stream.send(data)
         except (BlockingIOError, InterruptedError):
-            sent = 0
+            return 0
         except OSError:
             self._drop(connection)
-            return
-        was_full = len(connection.outbox) > sent
-        del connection.outbox[:sent]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if was_full else 0)
-        if self._selector.get_key(connection.stream).events != events:
-            self._selector.modify(connection.stream, events, connection)
-            if not was_full:
-                self._read(connection)
+            return None
