@@ -13,6 +13,8 @@ import os
 import secrets
 import socket
 import struct
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 from tranship.types import RunError, UserError
@@ -108,9 +110,16 @@ def connect(address: str, secret: bytes, limit_s: float) -> socket.socket:
 
 
 def tune(stream: socket.socket) -> None:
-    """Of a TCP connection: send at once, and find out within half a minute that the other end's machine is gone."""
+    """Of a TCP connection: send at once, and find out within half a minute that the other end's machine is gone.
+
+    Within one machine there is no network to be gentle to, and what paces a sender (BBR) only slows it down there.
+    """
     if stream.family == socket.AF_UNIX:
         return
+    if hasattr(socket, "TCP_CONGESTION"):
+        with suppress(OSError):
+            if ip_address(stream.getpeername()[0].partition("%")[0]).is_loopback:
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
