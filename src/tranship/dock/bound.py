@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from tranship.dock.group import Group
 from tranship.dock.messages import Publish
@@ -11,10 +11,14 @@ from tranship.types import RunError
 
 
 class Bound:
-    """Keeps a window's deadlines in step with the groups' versions. Validation groups have no deadline."""
+    """Keeps a window's deadlines in step with the groups' versions. Validation groups have no deadline.
 
-    def __init__(self, window: Window) -> None:
+    tell: called with a group whose versions have changed.
+    """
+
+    def __init__(self, window: Window, tell: Callable[[Group], None]) -> None:
         self._window = window
+        self._tell = tell
 
     def __str__(self) -> str:
         return f"staleness bound {self._window.staleness}, next batch of version {self._window.base}"
@@ -30,6 +34,7 @@ class Bound:
         group.declared, group.published = declared, published
         if group.kind == "train" and not group.in_batch and group.here:
             self._window.move(group.group_id, old, self.deadline(group))
+        self._tell(group)
 
     def may_declare(self, group: Group, version: int, *, instead: bool = False) -> bool:
         """Whether a group may hold tokens of a version besides (or `instead` of) those that it was declared to have."""

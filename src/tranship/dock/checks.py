@@ -8,7 +8,7 @@ from tranship.dock.errors import StaleLease
 from tranship.dock.group import OWN, Group
 from tranship.dock.leases import Lease
 from tranship.dock.ledger import Ledger
-from tranship.dock.messages import Admission
+from tranship.dock.messages import Admission, Publish
 from tranship.dock.rows import GroupRun, Rows
 from tranship.dock.table import GroupTable
 from tranship.types import SampleId, UserError
@@ -35,6 +35,15 @@ def check_admissions(groups: Sequence[Admission], table: GroupTable, ledger: Led
             raise ValueError(f"group {group_id} cannot be admitted: it is in the dock")
         if kind == "train" and (group_id < 0 or ledger.has_ended(group_id)):
             raise ValueError(f"group {group_id} cannot be admitted: {ledger.outcome(group_id) or 'its id is negative'}")
+
+
+def check_tokens(publish: Publish) -> None:
+    """ValueError unless a message that says how long its rows are says so of each one."""
+    tokens = publish.tokens
+    if tokens is not None and (len(tokens) != len(publish.rows) or min(tokens, default=0) < 0):
+        raise ValueError(
+            f"{len(tokens)} token counts, the least {min(tokens, default=0)}, for {len(publish.rows)} rows"
+        )
 
 
 def rows_to_publish(

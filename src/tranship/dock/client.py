@@ -117,20 +117,21 @@ class DockClient:
         columns: Mapping[str, Sequence[Any] | Ragged],
         lease: int | None = None,
         sampled_version: int | None = None,
+        tokens: Sequence[int] | None = None,
     ) -> None:
         """Columns of rows, one value per row (see block.pack), copied once into shared memory; one message.
 
         lease: under which the rows were taken. sampled_version: the oldest policy version of any token, from a stage
-        that samples. Raises StaleLease (the work is nobody's: forget it), ValueError for values that cannot be carried,
-        DockFull.
+        that samples. tokens: how many tokens each row has, for the policy balanced of whoever takes the group later.
+        Raises StaleLease (the work is nobody's: forget it), ValueError for values that cannot be carried, DockFull.
         """
         if not rows:
             return
-        named = Rows.of(rows)
+        named, names, counts = Rows.of(rows), tuple(columns), None if tokens is None else tuple(tokens)
         self._put(
             named,
             columns,
-            lambda ref: ("publish", Publish(self._owner, ref, named, tuple(columns), lease, sampled_version)),
+            lambda ref: ("publish", Publish(self._owner, ref, named, names, lease, sampled_version, counts)),
         )
 
     # Rows come out

@@ -1,37 +1,31 @@
 """One stage's view of the dock: which rows wait for columns, which are ready, and which are with a reader.
 
 A pure state machine over keys: a group id for a stage that takes whole groups, (group id, sample index) for one that
-takes rows. Every event costs the same however many rows the dock holds: ready keys are queued as they become ready, and
-nothing is ever searched. Keys that come back are handed out before others.
+takes rows. Ready keys go to the stage's policy as they become ready, and nothing is ever searched: an event costs the
+same however many rows the dock holds, or where the policy sorts, as much as that takes.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from tranship.dock.messages import Kind, StageNeeds
+from tranship.dock.take_policy import Facts, Key, TakePolicy, key_of, policy_of
 
-Key = int | tuple[int, int]
-
-
-@dataclass
-class _Queue:
-    """Ready keys: those that came back from a reader, and those that are new."""
-
-    again: OrderedDict[Key, None] = field(default_factory=OrderedDict)
-    new: OrderedDict[Key, None] = field(default_factory=OrderedDict)
+__all__ = ["Controller", "Key"]
+_NOTHING = Facts()
 
 
 @dataclass
 class _Member:
-    """A group at this stage, and the keys of it that are not done."""
+    """A group at this stage, the keys of it that are not done, and the queue of its kind."""
 
-    kind: Kind
+    queue: TakePolicy
     keys: set[Key]
+    facts: Facts = _NOTHING
 
 
 class Controller:
@@ -41,7 +35,8 @@ class Controller:
         self.needs = needs
         self._members: dict[int, _Member] = {}
         self._missing: dict[Key, int] = {}
-        self._queues: dict[Kind, _Queue] = {"train": _Queue(), "val": _Queue()}
+        make = policy_of(needs)
+        self._queues: dict[Kind, TakePolicy] = {"train": make(), "val": make()}
         self._leased: dict[Key, int] = {}
 
     @property
@@ -49,11 +44,18 @@ class Controller:
         """Whether its keys are group ids."""
         return self.needs.unit == "group"
 
+    @property
+    def uses_facts(self) -> bool:
+        """Whether it wants to be told the groups' facts."""
+        return self._queues["train"].uses_facts
+
     def admit(self, group_id: int, size: int, kind: Kind) -> list[Key]:
         """A new group, which has no columns yet; returns the keys that are ready all the same."""
         keys: list[Key] = [group_id] if self.takes_groups else [(group_id, index) for index in range(size)]
-        self._members[group_id] = _Member(kind, set(keys))
+        queue = self._queues[kind]
+        self._members[group_id] = _Member(queue, set(keys))
         for key in keys:
+            queue.admitted(key)
             self._missing[key] = len(set(self.needs.reads)) + 1
         return [key for key in keys if self.arrived(key)]
 
@@ -66,101 +68,79 @@ class Controller:
             self._missing[key] = missing - count
             return False
         del self._missing[key]
-        self._queue(key).new[key] = None
+        member = self._members[_group_of(key)]
+        member.queue.ready(key, member.facts)
         return True
+
+    def tell(self, group_id: int, facts: Facts) -> None:
+        """What is known of a group now; what was known of it before is forgotten."""
+        member = self._members[group_id]
+        member.facts = facts
+        for key in member.keys:
+            if key not in self._missing and key not in self._leased:
+                member.queue.changed(key, facts)
 
     def ready(self, kind: Kind) -> list[Key]:
         """The ready keys, in the order they would be taken."""
-        queue = self._queues[kind]
-        return [*queue.again, *queue.new]
+        return self._queues[kind].order()
 
-    def pick(self, kind: Kind, limit: int, may_take: Callable[[Key], bool]) -> tuple[list[Key], bool]:
-        """Up to `limit` ready keys, and whether ready ones were refused by may_take. They stay queued until `lend`.
+    def pick(self, kind: Kind, limit: int, may_take: Callable[[Key], bool], reader: str = "") -> tuple[list[Key], bool]:
+        """Up to `limit` ready keys for a reader, as the policy chooses, and whether ready ones were refused by
+        may_take. They stay ready until `lend`."""
+        return self._queues[kind].pick(reader, limit, may_take)
 
-        New keys are alike to may_take: the first one that it refuses ends the search.
-        """
-        queue = self._queues[kind]
-        picked: list[Key] = []
-        refused = False
-        for key in queue.again:
-            if len(picked) == limit:
-                return picked, refused
-            if may_take(key):
-                picked.append(key)
-            else:
-                refused = True
-        for key in queue.new:
-            if len(picked) == limit:
-                break
-            if not may_take(key):
-                return picked, True
-            picked.append(key)
-        return picked, refused
-
-    def lend(self, keys: Iterable[Key], lease: int) -> None:
+    def lend(self, keys: Iterable[Key], lease: int, reader: str = "") -> None:
         """These ready keys are with a reader now."""
         for key in keys:
-            self._unqueue(key)
+            self._members[_group_of(key)].queue.lent(key, reader)
             self._leased[key] = lease
 
     def done(self, key: Key) -> None:
         """A reader has finished with a key."""
         del self._leased[key]
-        self._members[_group_of(key)].keys.discard(key)
+        member = self._members[_group_of(key)]
+        member.keys.discard(key)
+        member.queue.ended(key)
 
     def put_back(self, keys: Iterable[Key]) -> None:
-        """A reader did not finish these keys: they go to the front, in their order."""
+        """A reader did not finish these keys: they are ready again, before others where the policy has no other order
+        for them."""
         for key in reversed(list(keys)):
             del self._leased[key]
-            queue = self._queue(key)
-            queue.again[key] = None
-            queue.again.move_to_end(key, last=False)
+            member = self._members[_group_of(key)]
+            member.queue.back(key, member.facts)
 
     def forget(self, group_id: int) -> dict[Key, int]:
         """A group leaves; returns those of its keys that were with readers, and their leases."""
         lost: dict[Key, int] = {}
-        member = self._members[group_id]
+        member = self._members.pop(group_id)
         for key in member.keys:
             if key in self._leased:
                 lost[key] = self._leased.pop(key)
-            elif self._missing.pop(key, None) is None:
-                self._unqueue(key)
-        del self._members[group_id]
+            else:
+                self._missing.pop(key, None)
+            member.queue.ended(key)
         return lost
 
     def dump(self) -> list[Any]:
         """Which keys wait for columns, are ready (in order), or are with readers, as plain values, for `load`."""
-        queues = [[kind, list(queue.again), list(queue.new)] for kind, queue in self._queues.items()]
-        return [list(self._missing.items()), queues, list(self._leased.items())]
+        facts = [[i, *member.facts] for i, member in self._members.items() if member.facts != _NOTHING]
+        queues = [[kind, queue.dump()] for kind, queue in self._queues.items()]
+        return [list(self._missing.items()), queues, list(self._leased.items()), facts]
 
     def load(self, plain: Sequence[Any], kinds: Mapping[int, Kind]) -> None:
         """Go on from a dump, before anything else. kinds: the groups that are in the dock, and of which kind."""
         assert not self._members, "a controller in use cannot go on from a dump"
-        missing, queues, leased = plain
-        self._members = {group_id: _Member(kind, set()) for group_id, kind in kinds.items()}
+        missing, queues, leased, facts = plain
+        self._members = {group_id: _Member(self._queues[kind], set()) for group_id, kind in kinds.items()}
         self._missing = {key_of(key): count for key, count in missing}
         self._leased = {key_of(key): lease for key, lease in leased}
-        for kind, again, new in queues:
-            self._queues[kind].again.update(dict.fromkeys(map(key_of, again)))
-            self._queues[kind].new.update(dict.fromkeys(map(key_of, new)))
-        queued = [keys for queue in self._queues.values() for keys in (queue.again, queue.new)]
-        for key in chain(self._missing, self._leased, *queued):
+        for kind, queue in queues:
+            self._queues[kind].load(queue)
+        for group_id, *known in facts:
+            self._members[group_id].facts = Facts(*known)
+        for key in chain(self._missing, self._leased, *(queue.order() for queue in self._queues.values())):
             self._members[_group_of(key)].keys.add(key)
-
-    def _queue(self, key: Key) -> _Queue:
-        return self._queues[self._members[_group_of(key)].kind]
-
-    def _unqueue(self, key: Key) -> None:
-        queue = self._queue(key)
-        if key in queue.again:
-            del queue.again[key]
-        else:
-            del queue.new[key]
-
-
-def key_of(plain: Any) -> Key:
-    """The key that a dump holds."""
-    return plain if type(plain) is int else (plain[0], plain[1])
 
 
 def _group_of(key: Key) -> int:

@@ -8,11 +8,11 @@ exactly once: a message under a lease that is over is refused (StaleLease), and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tranship.dock.checks import check_admissions, check_order, groups_to_drop, rows_to_publish
+from tranship.dock.checks import check_admissions, check_order, check_tokens, groups_to_drop, rows_to_publish
 from tranship.dock.controller import Key
 from tranship.dock.errors import StaleLease
 from tranship.dock.flow import Flow
@@ -43,14 +43,14 @@ from tranship.dock.window import Unfinished, Window
 class Dock:
     """The metadata plane of one process, and the owner of the payload's slabs.
 
-    stages: what each stage reads. batch_groups: groups of one batch. staleness: the bound K on (version at use) -
-    (oldest version of any token). on_stale: what happens to a group that would pass it: `finish_first` holds the next
-    batch back until the group is done, `discard` drops it as too_stale. ordered: the batch of version v is the groups
-    [v * batch_groups, (v + 1) * batch_groups), which the bound then allows without any group being waited for or
-    discarded (always so at K = 0). refill: a dropped group gives its place in a batch up, and another one may be
-    admitted for it; an ordered batch is then the first batch_groups ids that were not dropped. lease_s: how long a
-    reader may be silent (its lease ends when a message of anybody else finds it overdue). slab_bytes, capacity_bytes,
-    shared, root, adopt, prefault: see Warehouse. clock: seconds.
+    stages: what each stage reads, and its policy of a take. batch_groups: groups of one batch. staleness: the bound K
+    on (version at use) - (oldest version of any token). on_stale: what happens to a group that would pass it:
+    `finish_first` holds the next batch back until the group is done, `discard` drops it as too_stale. ordered: the
+    batch of version v is the groups [v * batch_groups, (v + 1) * batch_groups), which the bound then allows without any
+    group being waited for or discarded (always so at K = 0). refill: a dropped group gives its place in a batch up, and
+    another one may be admitted for it; an ordered batch is then the first batch_groups ids that were not dropped.
+    lease_s: how long a reader may be silent (its lease ends when a message of anybody else finds it overdue).
+    slab_bytes, capacity_bytes, shared, root, adopt, prefault: see Warehouse. clock: seconds.
 
     seq goes up with every change that could unblock someone. version is that of the batch that is trained on next.
     """
@@ -139,12 +139,15 @@ class Dock:
         self._expire(publish.lease)
         lease = None if publish.lease is None else self._flow.lease(publish.lease)
         table = self._flow.table
+        check_tokens(publish)
         whole, rows = rows_to_publish(publish.rows, publish.columns, lease, table)
         self.warehouse.check_block(publish.block, publish.owner)
         new = [(row, group, table.missing(row, group, publish.columns)) for row, group in rows]
         new = [(row, group, columns) for row, group, columns in new if columns]
         if publish.sampled_version is not None or lease is not None:
             self._declare(dict.fromkeys([*whole, *(group for _, group, _ in new)]), publish)
+        if publish.tokens is not None:
+            self._count(dict.fromkeys([*whole, *(group for _, group, _ in new)]), publish)
         ready = table.store_whole(whole, publish.columns, publish.block) if whole else []
         for row, group, columns in new:
             ready += table.store(group, row, columns, publish.block)
@@ -162,6 +165,15 @@ class Dock:
                 published = version if group.published is None else min(group.published, version)
                 self._flow.bound.set_versions(group, group.declared, published)
 
+    def _count(self, groups: Collection[Group], publish: Publish) -> None:
+        """The rows of these groups have as many tokens as a message says; what was said before stays."""
+        said = {group.group_id: group for group in groups}
+        for row, tokens in zip(publish.rows, publish.tokens or (), strict=True):
+            if row.sample_index >= 0 and row.group_id in said:
+                said[row.group_id].tokens.setdefault(row.sample_index, tokens)
+        for group in groups:
+            self._flow.table.tell(group)
+
     # Rows go out
 
     def take(
@@ -173,7 +185,8 @@ class Dock:
         version: int | None = None,
         kinds: Sequence[Kind] = ("train",),
     ) -> Take | None:
-        """Up to max_groups whole groups that a stage can work on, kinds in the given order; None if there are none.
+        """Up to max_groups whole groups that a stage can work on, kinds in the given order; None if there are none, or
+        none that the stage's policy gives this reader now.
 
         version: the sampler's policy version. Training groups are then handed out only as far as they can be trained
         on within the bound, and count as started at that version.
@@ -189,7 +202,7 @@ class Dock:
         self._refused = False
         for kind in dict.fromkeys(kinds):
             gate = self._flow.starter(version) if kind == "train" and version is not None else _always
-            keys, refused = controller.pick(kind, max_groups - len(picked), gate)
+            keys, refused = controller.pick(kind, max_groups - len(picked), gate, reader)
             picked += keys
             self._refused = self._refused or refused
         if not picked:
@@ -211,7 +224,7 @@ class Dock:
         picked: list[Key] = []
         self._refused = False
         for kind in dict.fromkeys(kinds):
-            picked += controller.pick(kind, max_rows - len(picked), _always)[0]
+            picked += controller.pick(kind, max_rows - len(picked), _always, reader)[0]
         if not picked:
             return None
         lease = self._flow.lend(controller, reader, picked)

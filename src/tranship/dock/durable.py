@@ -43,6 +43,7 @@ _LOOKS_ONLY = (
     "ledger_counts",
     "snapshot",
 )
+_WAITS = ("changed", "chores", "place_after")
 _EXPECTED = (StaleLease, StaleSlab, DockFull, UserError, RunError, ValueError, TypeError, KeyError)
 
 
@@ -128,7 +129,7 @@ class DurableDock:
             if is_due or not _looks_only(request):
                 self._write("m", now, name, ticket, body)
             reply, gave = self._execute(request)
-            return None if waiting and not gave else reply
+            return None if waiting and not gave and request.method in _WAITS else reply
         if is_due:
             self._write("e", now)
             self.dock.expire_now()

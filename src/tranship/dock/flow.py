@@ -14,6 +14,7 @@ from tranship.dock.leases import Lease, LeaseTable
 from tranship.dock.ledger import LOST, TOO_STALE, Ledger
 from tranship.dock.messages import Admission, ExpiredLease, Take, Unit, Where
 from tranship.dock.table import GroupTable, Ready
+from tranship.dock.take_policy import FIRST_COME
 from tranship.dock.window import Unfinished, Window
 
 _EXPIRED_KEPT = 1000
@@ -29,7 +30,7 @@ class Flow:
         self.table = table
         self.leases = leases
         self.window = window
-        self.bound = Bound(window)
+        self.bound = Bound(window, table.tell)
         self.ledger = Ledger()
         self.batch_stage: str | None = None
         self.expired: deque[ExpiredLease] = deque(maxlen=_EXPIRED_KEPT)
@@ -71,6 +72,10 @@ class Flow:
     def bind_batch_stage(self, controller: Controller) -> None:
         """This stage takes batches; ValueError if another one does."""
         stage = controller.needs.name
+        if controller.needs.policy != FIRST_COME:
+            raise ValueError(
+                f"stage {stage!r} takes batches: the policy {controller.needs.policy!r} has no effect there"
+            )
         if self.batch_stage is None:
             self.batch_stage = stage
             self.resolve([Ready(stage, self.group_of(key)) for key in controller.ready("train")])
@@ -93,7 +98,7 @@ class Flow:
         """A lease on ready keys."""
         groups = {key: self.group_of(key) for key in keys}
         lease = self.leases.open(controller.needs.name, reader, groups, self._clock())
-        controller.lend(keys, lease.id)
+        controller.lend(keys, lease.id, reader)
         return lease
 
     def take_of(self, lease: Lease) -> Take:

@@ -28,7 +28,8 @@ class Group:
 
     columns: column -> sample index (or OWN) -> block. whole: column -> the one block that brought it for all samples;
     a column stands in one of the two, and `whole` is shared with other groups: it is replaced, never changed. slabs:
-    how many of its rows lie in each slab. declared: the policy version at which a sampler took it; published: the
+    how many of its rows lie in each slab. tokens: sample index -> how long it is, as the first publisher that said so.
+    declared: the policy version at which a sampler took it; published: the
     oldest version of the tokens that came back; start_lease: under which lease it was taken to be sampled. pins: leases
     that may still read it. in_batch: it is being trained on. here: it has not left the dock.
     """
@@ -40,6 +41,7 @@ class Group:
     columns: dict[str, dict[int, BlockRef]] = field(default_factory=dict)
     whole: Mapping[str, BlockRef] = field(default_factory=lambda: _NOTHING)
     slabs: Counter[int] = field(default_factory=Counter)
+    tokens: dict[int, int] = field(default_factory=dict)
     declared: int | None = None
     published: int | None = None
     start_lease: int | None = None
@@ -53,6 +55,11 @@ class Group:
         if self.declared is None or self.published is None:
             return self.published if self.declared is None else self.declared
         return min(self.declared, self.published)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its samples, as far as they were said."""
+        return sum(self.tokens.values())
 
     def has(self, column: str, sample_index: int) -> bool:
         """Whether a row has a column, of its own or from its group."""
@@ -96,12 +103,13 @@ class Group:
             [[place(columns), *ref] for ref, columns in sorted(whole.items())],
             [[place(columns), index, *ref] for (index, ref), columns in sorted(single.items())],
             list(chain.from_iterable(sorted(self.slabs.items()))),
+            list(chain.from_iterable(sorted(self.tokens.items()))),
         ]
 
     @classmethod
     def load(cls, plain: Sequence[Any], column_sets: Sequence[Sequence[str]]) -> Group:
         """The group that was dumped."""
-        group_id, size, kind, attempt, declared, published, start_lease, in_batch, whole, single, slabs = plain
+        group_id, size, kind, attempt, declared, published, start_lease, in_batch, whole, single, slabs, tokens = plain
         group = cls(group_id, size, kind, attempt)
         group.declared, group.published = declared, published
         group.start_lease, group.in_batch = start_lease, in_batch
@@ -111,6 +119,7 @@ class Group:
             for column in column_sets[place]:
                 group.columns.setdefault(column, {})[index] = block
         group.slabs.update(dict(zip(slabs[::2], slabs[1::2], strict=True)))
+        group.tokens.update(dict(zip(tokens[::2], tokens[1::2], strict=True)))
         return group
 
     def sample(self, sample_index: int) -> SampleId:

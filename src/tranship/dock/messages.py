@@ -27,11 +27,17 @@ Where = BlockRef | tuple[BlockRef, ...]
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """A stage as the dock knows it: its name, the columns it reads, and whether it takes whole groups or rows."""
+    """A stage as the dock knows it: its name, the columns it reads, and whether it takes whole groups or rows.
+
+    policy: which of what is ready a take gives, an entry of take_policy.POLICIES or module:name. readers: how many
+    readers share the stage; the policy balanced gives each of them its part.
+    """
 
     name: str
     reads: tuple[str, ...]
     unit: Unit = "group"
+    policy: str = "first_come"
+    readers: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Publish:
     """Columns of some rows, written into a slab of `owner`. Each row has all of the columns.
 
     lease: under which the rows were taken (None: nobody's). sampled_version: the oldest policy version of any token
-    in the block, from a stage that samples.
+    in the block, from a stage that samples. tokens: of each row, from a stage that knows how long rows are.
     """
 
     owner: str
@@ -63,6 +69,7 @@ class Publish:
     columns: tuple[str, ...]
     lease: int | None = None
     sampled_version: int | None = None
+    tokens: tuple[int, ...] | None = None
 
 
 class GroupEntry(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from tranship.dock.controller import Controller, Key
 from tranship.dock.group import OWN, Group
 from tranship.dock.messages import BlockRef, StageNeeds
+from tranship.dock.take_policy import Facts
 from tranship.dock.warehouses import Warehouses
 from tranship.types import SampleId
 
@@ -35,6 +36,7 @@ class GroupTable:
             for column in dict.fromkeys(controller.needs.reads):
                 self._readers[column].append(controller)
         self._readers_of_sets: dict[tuple[str, ...], list[tuple[Controller, int]]] = {}
+        self._informed = [controller for controller in self.controllers.values() if controller.uses_facts]
         self._warehouse = warehouse
         self._groups: dict[int, Group] = {}
 
@@ -61,6 +63,13 @@ class GroupTable:
             for name, controller in self.controllers.items()
             if controller.admit(group.group_id, group.size, group.kind)
         ]
+
+    def tell(self, group: Group) -> None:
+        """The facts of a group have changed: those controllers learn it whose policy looks at them."""
+        if group.here and self._informed:
+            facts = Facts(group.oldest_version, group.num_tokens)
+            for controller in self._informed:
+                controller.tell(group.group_id, facts)
 
     def store(self, group: Group, row: SampleId, columns: Iterable[str], ref: BlockRef) -> list[Ready]:
         """Columns of a row that it did not have before. Returns where something became ready."""

@@ -322,7 +322,7 @@ def _decode_take(plain: Any) -> Take:
 TAKE = Codec(_encode_take, _decode_take)
 ANSWER = _record(Answer, _optional(TAKE), INT, BOOL)
 ADMISSION = _record(Admission, INT, INT, KIND, REF, TEXTS, _optional(INT))
-PUBLISH = _record(Publish, TEXT, REF, ROWS, TEXTS, _optional(INT), _optional(INT))
+PUBLISH = _record(Publish, TEXT, REF, ROWS, TEXTS, _optional(INT), _optional(INT), _optional(INT_TUPLE))
 STATUS = _record(Status, INT, INT, INT, INT, INT)
 SLAB_LEASE = _record(SlabLease, INT, INT, _optional(TEXT), INT)
 MEMORY_USE = _record(MemoryUse, INT, INT, INT, TEXT)

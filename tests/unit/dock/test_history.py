@@ -7,7 +7,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgpack
@@ -30,6 +30,7 @@ STAGES = (
     StageNeeds("judge", ("prompt", "response", "reward")),
     StageNeeds("train", ("prompt", "response", "reward", "advantage")),
 )
+POLICIES = ("first_come", "oldest_first", "balanced", "ordered")
 # How often each thing happens in a history; its numbers say how much of it.
 WEIGHTS = {
     "admit": 4,
@@ -57,6 +58,15 @@ class Setup:
     ordered: bool
     on_stale: str
     refill: bool = False
+    policy: str = "first_come"
+
+    @property
+    def stages(self) -> tuple[StageNeeds, ...]:
+        """The stages with this policy where they can have it: batches have none, and rows are not balanced."""
+        fits = [stage.name != "train" and (stage.unit == "group" or self.policy != "balanced") for stage in STAGES]
+        return tuple(
+            replace(stage, policy=self.policy) if fit else stage for stage, fit in zip(STAGES, fits, strict=True)
+        )
 
 
 def content(sample: SampleId, column: str) -> np.ndarray:
@@ -119,7 +129,7 @@ class History:
     def make_dock(self, clock: Callable[[], float], adopt: Path | None, root: Path | None = None) -> Dock:
         setup = self.setup
         return Dock(
-            STAGES,
+            setup.stages,
             run_id="history",
             batch_groups=setup.batch,
             staleness=setup.staleness,
@@ -384,7 +394,8 @@ class History:
 
     def put(self, batch: Batch, rows: list[SampleId], column: str, version: int | None = None) -> bool:
         columns = {column: [content(row, column) for row in rows]}
-        return self.say(lambda: self.client.put(rows, columns, batch.lease, version))
+        tokens = [len(value) for value in columns[column]] if column == "response" else None
+        return self.say(lambda: self.client.put(rows, columns, batch.lease, version, tokens))
 
     def drop(self, batch: Batch, group_id: int, reason: str) -> None:
         if self.say(lambda: self.client.drop([group_id], reason, batch.lease)):
@@ -461,19 +472,36 @@ setups = st.builds(
     ordered=st.booleans(),
     on_stale=st.sampled_from(["finish_first", "discard"]),
     refill=st.booleans(),
+    policy=st.sampled_from(POLICIES),
 )
 steps = st.lists(
     st.tuples(st.sampled_from(sorted({*WEIGHTS, "lose"})), st.integers(0, 7), st.integers(0, 7)), max_size=60
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(setups, steps)
 def test_any_short_history(setup, steps):
     history = History(setup)
     for action, amount, choice in steps:
         history.step(action, amount, choice)
     history.end()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_long_histories_of_each_policy(staleness, policy):
+    happened: Counter[str] = Counter()
+    for seed in range(12):
+        draw = random.Random(seed)
+        on_stale, refill = draw.choice(["finish_first", "discard"]), draw.random() < 0.5
+        setup = Setup(draw.randint(1, 3), staleness, draw.randint(1, 3), False, on_stale, refill, policy)
+        history = History(setup)
+        for action in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=250):
+            history.step(action, draw.randint(0, 7), draw.randint(0, 7))
+        happened += history.happened
+        history.end()
+    assert min(happened[what] for what in ("trained", "expired", "refused", "late")) >= 5
 
 
 @pytest.mark.parametrize("refill", [False, True])
@@ -526,14 +554,17 @@ def compacted(monkeypatch) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("refill", [False, True])
-@pytest.mark.parametrize(("staleness", "on_stale"), [(0, "finish_first"), (1, "finish_first"), (2, "discard")])
-def test_a_history_goes_on_when_the_dock_is_killed(tmp_path, compacted, staleness, on_stale, refill):
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("staleness", "on_stale", "refill"),
+    [(0, "finish_first", False), (1, "finish_first", True), (2, "discard", False), (2, "discard", True)],
+)
+def test_a_history_goes_on_when_the_dock_is_killed(tmp_path, compacted, staleness, on_stale, refill, policy):
     happened: Counter[str] = Counter()
     weights = WEIGHTS | {"crash": 2}
     for seed in range(4):
         draw = random.Random(seed)
-        history = History(Setup(2, staleness, 2, False, on_stale, refill), tmp_path, crashes=True)
+        history = History(Setup(2, staleness, 2, False, on_stale, refill, policy), tmp_path, crashes=True)
         for action in draw.choices(list(weights), list(weights.values()), k=200):
             history.step(action, draw.randint(0, 7), draw.randint(0, 7))
         happened += history.happened
