@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tranship
-from tranship.config.load import loads
+from tranship.config.load import load, loads
 from tranship.models.tiny import make_tiny
 
 Recipe = Callable[..., dict[str, Any]]
@@ -97,6 +97,49 @@ def test_bound_0_gives_the_same_weights_in_every_placement(recipe: Recipe, tmp_p
     assert samples["ray-split"] == samples["inline-fused"]
     assert _same(weights["ray-fused"], weights["inline-fused"])
     assert _same(weights["ray-split"], weights["inline-fused"])
+
+
+POLICIES = {
+    "oldest": {"rollout": "oldest_first", "reward": "oldest_first", "advantage": "oldest_first"},
+    "balanced": {"reward": "balanced", "advantage": "balanced"},
+    "ordered": {"rollout": "ordered", "reward": "ordered", "advantage": "ordered", "validate": "ordered"},
+}
+
+
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())
+def test_bound_0_gives_the_same_weights_under_every_policy(
+    recipe: Recipe, tmp_path: Path, policies: dict[str, str]
+) -> None:
+    first_come = tranship.run(loads(recipe(run__dir=str(tmp_path / "first_come"))))
+    other = tranship.run(loads(recipe(run__dir=str(tmp_path / "other"), dock__policies=policies)))
+    assert _same(_weights(first_come.run_dir), _weights(other.run_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())
+def test_policies_give_the_same_weights_where_samplers_share_stages(
+    recipe: Recipe, tmp_path: Path, policies: dict[str, str]
+) -> None:
+    """Samplers have a process of their own, and the small dock lies in shared memory."""
+    split = {**PLACEMENTS["ray-split"], "dock__preset": "small"}
+    inline = tranship.run(loads(recipe(run__dir=str(tmp_path / "inline"))))
+    other = tranship.run(loads(recipe(run__dir=str(tmp_path / "other"), dock__policies=policies, **split)))
+    assert _same(_weights(inline.run_dir), _weights(other.run_dir))
+
+
+@pytest.mark.slow
+def test_the_tiny_recipe_runs_in_a_dock_of_32_mib(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    changes = [f"run.dir={tmp_path / 'run'}", f"model.path={tiny_model}", "dock.preset=small", "observe.console=off"]
+    short = ["train.steps=4", "validation.before_training=false", "validation.after_training=false"]
+    config = load(root / "recipes" / "tiny.yaml", [*changes, "run.export=false", "observe.trackers=[]", *short])
+    assert config.dock.capacity_bytes == 32 << 20
+    result = tranship.run(config)
+    assert result.summary["val_after"] is None
+    assert len(read_jsonl(result.run_dir / "metrics.jsonl")) >= config.train.steps
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Algorithms by name: the table of stages of each, and what the keys of `algorithm` are where a recipe is silent."""
+"""Presets by name: what the keys of `algorithm` and of `dock` are where a recipe is silent."""
 
 from __future__ import annotations
 
@@ -68,6 +68,19 @@ ALGORITHMS: Mapping[str, Preset] = {
     "dpo": Preset("dpo", {"loss": "dpo", "aggregation": "seq-mean-token-sum"}, "arXiv:2305.18290"),
     "sft": Preset("sft", {"loss": "sft"}),
 }
+
+
+# What the keys of `dock` are. small: a laptop's memory, or a container whose /dev/shm has Docker's 64 MiB.
+DOCKS: Mapping[str, Mapping[str, Any]] = {
+    "standard": {"slab_bytes": 16 << 20, "capacity_bytes": 1 << 30, "prefault_slabs": 2},
+    "small": {"slab_bytes": 1 << 20, "capacity_bytes": 32 << 20, "prefault_slabs": 0},
+}
+
+
+def dock_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `dock` with its preset's values where `values` is silent."""
+    name = values.get("preset", "standard")
+    return {**(DOCKS.get(name, {}) if isinstance(name, str) else {}), **values}
 
 
 def preset(values: Mapping[str, Any]) -> dict[str, Any]:

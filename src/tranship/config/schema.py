@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tranship.config.presets import ALGORITHMS, preset
+from tranship.config.presets import ALGORITHMS, DOCKS, dock_preset, preset
 
+_DOCK = DOCKS["standard"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -365,13 +366,34 @@ class DockConfig(Section):
     lease_s: float = Field(
         default=600.0, gt=0, description="A taken group that is silent for longer goes to another reader."
     )
-    slab_bytes: int = Field(default=16 << 20, ge=1 << 16)
-    capacity_bytes: int = Field(default=1 << 30, ge=1 << 20, description="Most payload held at once.")
+    policies: dict[str, str] = Field(
+        default_factory=dict,
+        description="Stage -> entry of the table of take policies (first_come, oldest_first, balanced, ordered), or "
+        "module:name; first_come where a stage is not named.",
+    )
+    preset: Literal["standard", "small"] = Field(
+        default="standard", description="What the three keys below are: small is for laptops and small containers."
+    )
+    slab_bytes: int = Field(
+        default=_DOCK["slab_bytes"], ge=1 << 16, description="Payload is set aside in slabs; each writer fills one."
+    )
+    capacity_bytes: int = Field(default=_DOCK["capacity_bytes"], ge=1 << 20, description="Most payload held at once.")
+    prefault_slabs: int = Field(
+        default=_DOCK["prefault_slabs"],
+        ge=0,
+        description="Slabs made at the start, so that the first writers do not wait for fresh pages.",
+    )
+
     journal: bool = Field(
         default=True,
         description="Where the dock has a process of its own: another one takes its place when it is killed. Without, "
         "the run goes back to its last checkpoint then.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        return dock_preset(values) if isinstance(values, Mapping) else values
 
 
 class CheckpointConfig(Section):

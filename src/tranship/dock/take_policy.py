@@ -17,7 +17,7 @@ Key = int | tuple[int, int]
 
 FIRST_COME = "first_come"
 POLICIES: Mapping[str, str] = {
-    FIRST_COME: "tranship.dock.queues:FirstCome",
+    "first_come": "tranship.dock.queues:FirstCome",
     "oldest_first": "tranship.dock.queues:OldestFirst",
     "balanced": "tranship.dock.balanced:Balanced",
     "ordered": "tranship.dock.queues:Ordered",

@@ -38,13 +38,16 @@ class RecordedStage:
             return False
         responses: list[np.ndarray] = []
         masks: list[np.ndarray] = []
+        tokens: list[int] = []
         advantages: list[np.ndarray] = []
         events: list[dict[str, Any]] = []
-        for group, info in zip(batch.groups, batch.group("prompt_info"), strict=True):
+        prompts, infos = batch.group("prompt"), batch.group("prompt_info")
+        for group, prompt, info in zip(batch.groups, prompts, infos, strict=True):
             recorded, signs = info["recorded"], _SIGNS[group.size]
             assert len(recorded) == group.size, f"group {group.group_id} has {len(recorded)} recorded responses"
             for entry, sign in zip(recorded, signs, strict=True):
                 responses.append(np.array(entry["token_ids"], dtype=np.int32))
+                tokens.append(len(prompt) + len(responses[-1]))
                 masks.append(np.array(entry["mask"], dtype=bool))
                 advantages.append(np.full(len(responses[-1]), sign, dtype=np.float32))
             events.append(
@@ -53,7 +56,7 @@ class RecordedStage:
         with self._watch.time("dock"):
             try:
                 columns = {"response": responses, "loss_mask": masks, "advantages": advantages}
-                self._dock.put(batch.ids, columns, lease=batch.lease)
+                self._dock.put(batch.ids, columns, lease=batch.lease, tokens=tokens)
                 self._dock.ack(batch.lease)
             except StaleLease:
                 return True

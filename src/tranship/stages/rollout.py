@@ -19,6 +19,7 @@ from tranship.types import SampleId, Sampling, sample_seed
 class _Running:
     lease: int
     samples: tuple[SampleId, ...]
+    prompt_tokens: int
     outcomes: dict[SampleId, Outcome] = field(default_factory=dict)
 
 
@@ -116,7 +117,7 @@ class RolloutStage:
         if group.group_id in self._running:
             # Its earlier lease has ended unnoticed, while this process was held.
             self._forget(group.group_id)
-        self._running[group.group_id] = _Running(batch.lease, samples)
+        self._running[group.group_id] = _Running(batch.lease, samples, len(prompt))
         if self._episodes is not None:
             self._episodes.start(samples, prompt, info, sampling)
         else:
@@ -166,6 +167,7 @@ class RolloutStage:
                     sampled_version=min(
                         (int(v.min()) for v in versions if len(v)), default=self._engine.policy_version
                     ),
+                    tokens=[running.prompt_tokens + len(r.token_ids) for r in responses],
                 )
                 self._dock.ack(running.lease)
             except StaleLease:

@@ -26,13 +26,14 @@ from tranship.stages import StageSpec, check_table, stage_table
 from tranship.stages.env_setup import EnvPrompts, check_env, check_messages
 from tranship.train.reward_model import check_one_label, check_same_tokens
 from tranship.trainer.best import check_best_metric
+from tranship.trainer.dock_room import check_room, check_shared_memory
 from tranship.trainer.placement import WorkerPlan, place
 from tranship.types import Prompt, UserError
 from tranship.worker import WorkerSpec
+from tranship.worker.dock_service import stage_needs
 
 _PROBE_TOKENS = 16
 _NO_RATIO = ("reinforce",)
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ def preflight(config: Config, *, training: bool = True) -> Report:
     own_reward_model = config.reward.model.path is not None and config.reward.model.placement == "own"
     workers = place(config.placement, table, own_reward_model=own_reward_model)
     check_runtime(config.placement.runtime)
-    _check_shared_memory(config)
+    stage_needs(config, table)
+    check_shared_memory(config)
     num_threads = _threads(config, len(workers), device)
     _check_reward_workers(config)
     _check_algorithm(config)
@@ -161,6 +163,7 @@ def preflight(config: Config, *, training: bool = True) -> Report:
     _check_context(report)
     _check_stop_ids(config, tokenizer)
     if training:
+        check_room(config, table, len(workers), max(len(prompt.token_ids) for prompt in train.prompts))
         _check_temperature(config)
         _check_disk(config, model)
     _check_reward(config)
@@ -291,19 +294,6 @@ def _check_context(report: Report) -> None:
             f"prompt {longest.index} has {len(longest.token_ids)} tokens, and with rollout.max_response_tokens "
             f"{report.config.rollout.max_response_tokens} it needs {need}, but the model's context is "
             f"{report.model.context_length}: lower one of them, or set data.max_prompt_tokens and data.too_long=drop"
-        )
-
-
-def _check_shared_memory(config: Config) -> None:
-    """Each process that puts needs a slab, and the one that it fills next."""
-    if config.placement.runtime == "inline" or not _SHARED_MEMORY.is_dir():
-        return
-    need = 2 * config.dock.slab_bytes * (2 + config.placement.num_samplers)
-    free = shutil.disk_usage(_SHARED_MEMORY).free
-    if free < need:
-        raise UserError(
-            f"{_SHARED_MEMORY} has {free >> 20} MiB free and the dock needs {need >> 20} MiB for its slabs: enlarge it "
-            f"(docker: --shm-size), or use a smaller dock.slab_bytes than {config.dock.slab_bytes}"
         )
 
 

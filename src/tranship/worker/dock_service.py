@@ -8,8 +8,12 @@ from pathlib import Path
 
 from tranship.config import Config
 from tranship.dock import Dock, DockAccess, DockClient, DockProxy, Keeper, ServedDock, StageNeeds
+from tranship.dock.take_policy import FIRST_COME, policy_of
 from tranship.runtime import Context, ServiceProxy
 from tranship.stages import StageSpec
+from tranship.types import UserError
+
+_ON_EVERY_SAMPLER = ("rollout", "reward")
 
 # A process of the run waits so long for a dock whose process died: it is started again, or the run ends.
 RECONNECT_S = 120.0
@@ -28,7 +32,7 @@ def make_dock(
     """The dock of a run. shared: payload in shared memory, since other processes read it; clock, adopt: see Dock."""
     del context
     return Dock(
-        [StageNeeds(stage.name, stage.reads, "group") for stage in table],
+        stage_needs(config, table),
         run_id=run_id,
         batch_groups=config.groups_per_step,
         staleness=config.dock.staleness,
@@ -39,9 +43,39 @@ def make_dock(
         shared=shared,
         ordered=config.run.deterministic or config.dock.staleness == 0,
         refill=config.algorithm.dynamic_sampling,
+        prefault=config.dock.prefault_slabs,
         clock=clock,
         adopt=adopt,
     )
+
+
+def stage_needs(config: Config, table: tuple[StageSpec, ...]) -> list[StageNeeds]:
+    """The stages as the dock knows them, with the policies of their takes. UserError for a stage or a policy that is
+    not there, or that do not fit each other."""
+    policies, names = config.dock.policies, [stage.name for stage in table]
+    for name in policies:
+        if name not in names:
+            raise UserError(
+                f"dock.policies.{name}: no stage is called {name!r}; those of {config.algorithm.name} are: "
+                + ", ".join(names)
+            )
+    if "train" in policies:
+        raise UserError(
+            f"dock.policies.train={policies['train']}: train takes the batches that the staleness bound chooses, "
+            "whatever the policy: leave it out (run.deterministic=true makes them the groups in order)"
+        )
+    needs = []
+    for stage in table:
+        policy = policies.get(stage.name, FIRST_COME)
+        if policy == "balanced" and "response" not in stage.reads:
+            raise UserError(
+                f"dock.policies.{stage.name}=balanced: {stage.name} takes prompts, whose responses have no length yet: "
+                "use first_come or ordered"
+            )
+        readers = config.placement.num_samplers if stage.name in _ON_EVERY_SAMPLER else 1
+        needs.append(StageNeeds(stage.name, stage.reads, policy=policy, readers=readers))
+        policy_of(needs[-1], f"dock.policies.{stage.name}")
+    return needs
 
 
 class DockHost:
