@@ -23,8 +23,10 @@ from tranship.bench.dock_control import samples_per_s, take_seconds
 from tranship.bench.dock_ours import Ours
 from tranship.bench.dock_pipe import Process
 from tranship.bench.dock_storm import LEASE_S, Storm
+from tranship.bench.dock_wide import KINDS
 from tranship.bench.dock_work import Setting
 from tranship.bench.report import Bar, Report
+from tranship.dock.take_policy import FIRST_COME, POLICIES
 from tranship.models.cache import cache_root
 from tranship.types import RunError, UserError
 
@@ -37,8 +39,7 @@ _SETTINGS = {
     "4x4": Setting(4, 4, 1024, 4096),
     "8x8": Setting(8, 8, 1024, 2048),
 }
-# Routing replay of a mixture of experts: 48 layers x 8 experts of each token, one byte each.
-_WIDE = {"rows": 64, "longest": 4096, "layers": 48, "top_k": 8}
+_WIDE = {"rows": 64, "tokens": 1024}
 _ONE_SAMPLES, _ONE_LONGEST = 200, 4096
 _LIMIT_S = 180.0
 _REPEATS = {"ours": 3, "transferqueue": 1, "central": 2, "objects": 2}
@@ -242,18 +243,20 @@ def _add_one_sample(ours: Ours, rounds: int, report: Report) -> None:
 
 
 def _add_wide(ours: Ours, rounds: int, report: Report) -> None:
-    """Routing replay: its bytes beside those of the six columns, and its put and get over memcpy."""
-    ours.wide(**_WIDE, repeats=2)
-    puts, gets, per_token = [], [], []
-    for _ in range(rounds):
-        done = ours.wide(**_WIDE, repeats=2)
-        per_token.append(done["nbytes"] / done["tokens"])
-        copy = statistics.median(ours.copies(done["nbytes"], 2))
-        puts.append(copy / statistics.median(done["put_s"]))
-        gets.append(copy / statistics.median(done["get_s"]))
-    report.add("wide_put_vs_memcpy", puts)
-    report.add("wide_get_vs_memcpy", gets)
-    report.add("wide_bytes_per_token", per_token)
+    """Wide columns: bytes of a sample, megabytes a second of put and get, and both over memcpy."""
+    for kind in KINDS:
+        ours.wide(kind, **_WIDE, repeats=2)
+        found: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            done = ours.wide(kind, **_WIDE, repeats=2)
+            copy = statistics.median(ours.copies(done["nbytes"], 2))
+            for what in ("put", "get"):
+                seconds = statistics.median(done[f"{what}_s"])
+                found.setdefault(f"{what}_mb_s", []).append(done["nbytes"] / seconds / 1e6)
+                found.setdefault(f"{what}_vs_memcpy", []).append(copy / seconds)
+            found.setdefault("bytes_per_sample", []).append(done["nbytes"] / _WIDE["rows"])
+        for figure, values in found.items():
+            report.add(f"wide_{kind}_{figure}", values)
 
 
 def _add_control(report: Report) -> None:
@@ -261,6 +264,11 @@ def _add_control(report: Report) -> None:
     pairs = [(take_seconds(1 << 16, 300), take_seconds(1 << 10, 300)) for _ in range(3)]
     report.add("take_cost_64k_vs_1k_rows", [statistics.median(many) / statistics.median(few) for many, few in pairs])
     report.add("take_us_64k_rows", [1e6 * statistics.median(many) for many, _ in pairs])
+    for policy in (name for name in POLICIES if name != FIRST_COME):
+        pairs = [(take_seconds(1 << 16, 300, policy), take_seconds(1 << 10, 300, policy)) for _ in range(3)]
+        ratios = [statistics.median(many) / statistics.median(few) for many, few in pairs]
+        report.add(f"take_cost_64k_vs_1k_rows_{policy}", ratios)
+        report.add(f"take_us_64k_rows_{policy}", [1e6 * statistics.median(many) for many, _ in pairs])
 
 
 def _add_storm(folder: Path, seconds: float, report: Report) -> None:

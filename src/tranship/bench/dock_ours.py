@@ -59,10 +59,10 @@ class Ours:
             producers[0].ask({"do": "finish", "base": base, "groups": groups}, _LIMIT_S)
         return {"put_s": puts, "get_s": gets, "nbytes": nbytes}
 
-    def wide(self, rows: int, longest: int, layers: int, top_k: int, repeats: int) -> dict[str, Any]:
-        """As `round`, with one producer, one consumer, and routing replay as the only column."""
+    def wide(self, kind: str, rows: int, tokens: int, repeats: int) -> dict[str, Any]:
+        """As `round`, with one producer, one consumer, and the wide columns of a kind only (see dock_wide)."""
         producer, consumer = self._mover("p0"), self._mover("c0")
-        message = {"count": rows, "longest": longest, "layers": layers, "top_k": top_k}
+        message = {"kind": kind, "count": rows, "tokens": tokens}
         made = producer.ask({"do": "prepare_wide", **message}, _LIMIT_S)
         self._prepared.pop("p0", None)
         groups, puts, gets = rows // GROUP, [], []
@@ -70,8 +70,8 @@ class Ours:
             base = self._next(groups)
             producer.ask({"do": "admit", "base": base, "groups": groups, "size": GROUP}, _LIMIT_S)
             puts.append(_together([producer], {"do": "put", "base": base})[0])
-            how = {"base": base, "size": GROUP, "longest": longest, "how": "copy"}
-            gets.append(_together([consumer], {"do": "get", "stage": "wide", "groups": groups, **how})[0])
+            how = {"base": base, "size": GROUP, "longest": tokens, "how": "copy"}
+            gets.append(_together([consumer], {"do": "get", "stage": kind, "groups": groups, **how})[0])
             producer.ask({"do": "finish", "base": base, "groups": groups}, _LIMIT_S)
         return {"put_s": puts, "get_s": gets, **made}
 

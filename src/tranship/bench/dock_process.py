@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tranship.bench.dock_pipe import answer_lines
+from tranship.bench.dock_wide import KINDS, make
 from tranship.bench.dock_work import COLUMNS, check, copy_seconds, nbytes_of, now, rows
 from tranship.dock import Buffers, Dock, DockClient, Ragged, StageNeeds
 from tranship.dock.served import ServedDock
@@ -21,17 +23,15 @@ from tranship.types import SampleId
 
 GROUP = 8
 WAIT_S = 30.0
-ALL_COLUMNS = (*COLUMNS, "routing")
-STAGES = (
-    StageNeeds("read", COLUMNS),
-    StageNeeds("wide", ("routing",)),
-)
+STAGES = (StageNeeds("read", COLUMNS), *(StageNeeds(kind, columns) for kind, columns in KINDS.items()))
 
 
-def make_dock(run_id: str, *, shared: bool = True, clock: Callable[[], float] = time.monotonic) -> Dock:
+def make_dock(
+    run_id: str, *, shared: bool = True, clock: Callable[[], float] = time.monotonic, policy: str = "first_come"
+) -> Dock:
     """A dock with room for two batches of the largest setting."""
     return Dock(
-        STAGES,
+        [replace(stage, policy=policy) for stage in STAGES],
         run_id=run_id,
         batch_groups=1,
         staleness=0,
@@ -73,14 +73,11 @@ class Mover:
         self._rows = [SampleId((first + i) // size, (first + i) % size) for i in range(count)]
         return {"nbytes": nbytes_of(self._columns)}
 
-    def prepare_wide(self, count: int, longest: int, layers: int, top_k: int) -> dict[str, Any]:
-        """Have `count` rows of routing replay ready: uint8 [tokens, layers, top_k] each."""
-        rng = np.random.default_rng(0)
-        lengths = rng.integers(longest // 4, longest + 1, count)
-        values = [rng.integers(0, 128, (int(length), layers, top_k), dtype=np.uint8) for length in lengths]
-        self._columns = {"routing": values}
+    def prepare_wide(self, kind: str, count: int, tokens: int) -> dict[str, Any]:
+        """Have `count` rows of wide columns ready (see dock_wide)."""
+        self._columns = dict(make(kind, count, tokens))
         self._rows = [SampleId(i // GROUP, i % GROUP) for i in range(count)]
-        return {"nbytes": sum(value.nbytes for value in values), "tokens": int(lengths.sum())}
+        return {"nbytes": nbytes_of(self._columns)}
 
     def put(self, base: int, packed: bool = False) -> dict[str, Any]:
         """Put them, as groups from `base` on; one message. packed: the values lie one behind the other beforehand."""
@@ -93,7 +90,7 @@ class Mover:
     def get(self, stage: str, groups: int, base: int, size: int, longest: int, how: str) -> dict[str, Any]:
         """Take groups and have all of their columns here. how: "copy" into kept memory, "view", or "check" the content
         against what was to be put."""
-        columns = COLUMNS if stage == "read" else ("routing",)
+        columns = KINDS.get(stage, COLUMNS)
         start = now()
         batch = self._client.take(stage, max_groups=groups, kinds=("val",), wait_s=WAIT_S)
         assert batch is not None, f"nothing came within {WAIT_S} s"

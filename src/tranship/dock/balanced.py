@@ -84,8 +84,9 @@ class Balanced:
         most = min(share, own + limit * self._ready_tokens // len(self._order))
         slots = min(limit, -(-len(self._order) // readers))
         picked: list[Key] = []
+        # What leaves the order, so that the next search does not find it, comes back at the end.
+        out: list[tuple[int, int, Key]] = []
         refused = False
-        # What is picked leaves the order, so that the next search does not find it, and comes back at the end.
         while self._order and len(picked) < limit:
             if not groups and not picked:
                 entry = self._order[-1]
@@ -103,8 +104,10 @@ class Balanced:
                 break
             picked.append(entry[2])
             own += entry[0]
-            self._order.remove(entry)
-        self._order.update(self._entries[key] for key in picked)
+            if len(picked) < limit:
+                self._order.remove(entry)
+                out.append(entry)
+        self._order.update(out)
         return picked, refused
 
     def lent(self, key: Key, reader: str) -> None:

@@ -13,6 +13,7 @@ from tranship.bench.dock_control import samples_per_s, take_seconds
 from tranship.bench.dock_ours import Ours
 from tranship.bench.dock_pipe import Process
 from tranship.bench.dock_storm import Outcome, Storm
+from tranship.bench.dock_wide import KINDS, make
 from tranship.bench.dock_work import COLUMNS, Setting, check, nbytes_of, rows, span
 from tranship.types import RunError, UserError
 
@@ -74,14 +75,17 @@ def test_our_side_moves_views_single_samples_and_wide_columns(ours):
     assert min(ours.round(TINY, 1, how="view")["get_s"]) > 0
     seconds = ours.one_by_one(5, 64)
     assert len(seconds["put_s"]) == len(seconds["get_s"]) == 5
-    wide = ours.wide(rows=8, longest=16, layers=4, top_k=2, repeats=1)
-    assert wide["nbytes"] == wide["tokens"] * 4 * 2
+    for kind in KINDS:
+        wide = ours.wide(kind, rows=8, tokens=16, repeats=1)
+        assert wide["nbytes"] == nbytes_of(make(kind, 8, 16))
+        assert min(wide["put_s"] + wide["get_s"]) > 0
     assert len(ours.copies(1000, 3)) == 3
 
 
 def test_the_metadata_plane_is_timed():
     assert min(samples_per_s(2)) > 1000
     assert len(take_seconds(1 << 10, 5)) == 5
+    assert len(take_seconds(1 << 10, 5, "balanced")) == 5
 
 
 def test_a_process_that_fails_is_quoted(tmp_path):
