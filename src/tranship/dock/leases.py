@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tranship.dock.take_policy import Key, key_of
 from tranship.dock.errors import StaleLease
 from tranship.dock.group import Group
+from tranship.dock.take_policy import Key, key_of
 
 
 @dataclass
