@@ -90,9 +90,8 @@ class FirstCome:
 class OldestFirst:
     """The lowest oldest policy version first, then in the order in which keys became ready, what came back before new.
 
-    So that what has the least time left is worked on first where a stage cannot keep up: with a staleness bound above
-    0, fewer batches wait for it (`finish_first`), and fewer groups are dropped (`discard`). Groups that are not sampled
-    yet come last, in order of arrival. A version that changes while a key waits moves it.
+    So that what has the least time left within the staleness bound is worked on first where a stage cannot keep up.
+    Groups that are not sampled yet come last, in order of arrival. A version that changes while a key waits moves it.
     """
 
     uses_facts: ClassVar[bool] = True
