@@ -1,10 +1,11 @@
 """The sample flow: rows of columns between stages that do not know each other.
 
-Payload lies in slabs (`warehouse`, `slab`, `block`), state in a controller per stage (`controller`), the bound on
-staleness in `policy` and `window`, and what became of each group in `ledger`. `Dock` is the process that decides;
-`DockClient` is what a stage holds. Other processes reach a dock through `service` (`wire`, `frames`, `link`), its
-payload from other nodes through `runs` and `remote`; `durable` and `journal` let it outlive its process. Other nodes
-have warehouses of their own: `warehouses` (their books), `keeper` (their processes), `nodes` (their readers).
+Payload lies in slabs (`warehouse`, `slab`, `block`), state in a controller per stage (`controller`), which of the ready
+rows a take gives in `take_policy` (`queues`, `balanced`), the bound on staleness in `policy` and `window`, and what
+became of each group in `ledger`. `Dock` is the process that decides; `DockClient` is what a stage holds. Other
+processes reach a dock through `service` (`wire`, `frames`, `link`), its payload from other nodes through `runs` and
+`remote`; `durable` and `journal` let it outlive its process. Other nodes have warehouses of their own: `warehouses`
+(their books), `keeper` (their processes), `nodes` (their readers).
 """
 
 from tranship.dock.access import DockAccess

@@ -49,6 +49,9 @@ def test_a_preference_is_chosen_before_rejected(rig: Callable[..., Rig]) -> None
     made.admit(0, 2, recorded=recorded)
     stage = RecordedStage(made.client, max_groups=2, emit=made.events.append, watch=Stopwatch())
     assert stage.step()
+    group = made.dock._flow.table.get(0)
+    assert group is not None
+    assert group.tokens == {0: len(PROMPT) + 2, 1: len(PROMPT) + 3}
     reference = made.client.take("reference", max_groups=1)
     assert reference is not None
     made.client.put(

@@ -179,6 +179,8 @@ def test_a_response_of_one_turn_is_all_the_models(bench: Callable[..., Bench]) -
         assert batch["policy_versions"][row].tolist() == [0] * len(expected)
         assert batch["finish_reason"][row] == "stop"
         assert batch["rollout_info"][row] == {}
+    group = made.rig.dock._flow.table.get(3)
+    assert group.tokens == {i: len(PROMPT) + len(batch["response"][i]) for i in range(2)}
     (request,) = made.engine.requests
     assert request.sampling == Sampling(256, temperature=0.7)
     assert request.partials is None
