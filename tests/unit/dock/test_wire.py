@@ -54,8 +54,8 @@ takes = st.builds(
     window=st.lists(ints, max_size=4).map(tuple),
     num_dropped=counts,
 )
-counts = st.none() | st.lists(ints, max_size=4).map(tuple)
-publishes = st.builds(Publish, texts, refs, rows, columns, st.none() | ints, st.none() | ints, counts)
+token_counts = st.none() | st.lists(ints, max_size=4).map(tuple)
+publishes = st.builds(Publish, texts, refs, rows, columns, st.none() | ints, st.none() | ints, token_counts)
 admissions = st.builds(Admission, ints, counts, kinds, refs, columns, st.none() | ints)
 
 
