@@ -181,13 +181,14 @@ class Ordered:
     uses_facts: ClassVar[bool] = False
 
     def __init__(self, needs: StageNeeds) -> None:
-        self._line: list[Key] = []
-        self._waiting: set[Key] = set()
-        self._ready: set[Key] = set()
+        # Keys of one stage are all of one type, which can be sorted.
+        self._line: list[Any] = []
+        self._waiting: set[Any] = set()
+        self._ready: set[Any] = set()
 
     def admitted(self, key: Key) -> None:
         """Into the line, at the place of its identity."""
-        heapq.heappush(self._line, key)  # pyrefly: ignore
+        heapq.heappush(self._line, key)
         self._waiting.add(key)
 
     def ready(self, key: Key, facts: Facts) -> None:
@@ -222,7 +223,7 @@ class Ordered:
 
     def order(self) -> list[Key]:
         """By identity; those that are held back among them."""
-        return sorted(self._ready)  # pyrefly: ignore
+        return sorted(self._ready)
 
     def dump(self) -> Any:
         """The line, and what of it is ready."""
