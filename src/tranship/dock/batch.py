@@ -88,25 +88,24 @@ class Batch:
         StaleSlab if the lease ended so long ago that the memory serves others.
         """
         if column not in self._columns:
-            self._columns[column] = [
-                value for place, entry in enumerate(self._entries) for value in self._row_values(place, entry, column)
-            ]
+            with self._unless_recycled([column]):
+                self._columns[column] = [
+                    value
+                    for place, entry in enumerate(self._entries)
+                    for value in self._row_values(place, entry, column)
+                ]
         return self._columns[column]
 
     def group(self, column: str) -> list[Any]:
         """One value per group, of a group's own column. KeyError if it is not read here, or lies on samples."""
         if column not in self._group_columns:
-            self._group_columns[column] = [self._own_value(entry, column) for entry in self._entries]
+            refs = [self._own_ref(entry, column) for entry in self._entries]
+            with self._unless_recycled([column]):
+                self._group_columns[column] = [
+                    self._value(ref, entry.group_id, OWN, column)
+                    for ref, entry in zip(refs, self._entries, strict=True)
+                ]
         return self._group_columns[column]
-
-    @contextmanager
-    def _payload(self) -> Iterator[None]:
-        """Reads payload; if it cannot be had any more, the lease ends at once."""
-        try:
-            yield
-        except StaleSlab:
-            self._let_go(self.lease)
-            raise
 
     # Whole columns at once
 
@@ -116,12 +115,12 @@ class Batch:
         The result holds until the next `packed` into the same buffers. KeyError for a column that is not read here,
         ValueError for one whose values are not arrays of one dtype and number of dimensions, StaleSlab.
         """
-        found = {name: self._pieces(name) for name in columns}
         runs: list[Run] = []
         results: dict[str, Ragged] = {}
-        for name, pieces in found.items():
-            results[name] = self._lay_out(name, pieces, buffers, runs)
-        with self._payload():
+        with self._unless_recycled(columns, is_copy=True):
+            found = {name: self._pieces(name) for name in columns}
+            for name, pieces in found.items():
+                results[name] = self._lay_out(name, pieces, buffers, runs)
             self._reader.read(runs, self._refs(found))
         for name, ragged in results.items():
             if ragged.values.dtype == np.bool_ and ragged.values.size and int(ragged.values.view(np.uint8).max()) > 1:
@@ -134,19 +133,44 @@ class Batch:
         Only where the payload is on this node. Errors as for `packed`; the views hold as long as the lease.
         """
         pieces = []
-        for segment in self._segments(column):
-            with self._payload():
+        with self._unless_recycled([column]):
+            for segment in self._segments(column):
                 block = self._reader.open(segment.ref)
-            values = block.column(column)
-            pieces += [self._piece(values, column, run) for run in self._runs_of(segment, column, block)]
+                values = block.column(column)
+                pieces += [self._piece(values, column, run) for run in self._runs_of(segment, column, block)]
         return pieces
+
+    @contextmanager
+    def _unless_recycled(self, columns: Sequence[str], *, is_copy: bool = False) -> Iterator[None]:
+        """What is read inside was there to the end (which `is_copy` found out already); else StaleSlab, also instead of
+        an error that bytes of other rows led to, and the lease ends at once: its rows go back."""
+        try:
+            try:
+                yield
+            except (ValueError, LookupError):
+                self._check(columns)
+                raise
+            if not is_copy:
+                self._check(columns)
+        except StaleSlab:
+            self._let_go(self.lease)
+            raise
+
+    def _check(self, columns: Sequence[str]) -> None:
+        """StaleSlab, and nothing of the columns is kept, if memory that they lie in holds something else by now."""
+        try:
+            self._reader.check([segment.ref for column in columns for segment in self._segments(column)])
+        except StaleSlab:
+            for column in columns:
+                self._columns.pop(column, None)
+                self._group_columns.pop(column, None)
+            raise
 
     def _pieces(self, column: str) -> list[tuple[BlockRef, Any, tuple[int, int]]]:
         """(block reference, column, [first, end) of its rows) for each run of a column."""
         found = []
         segments = self._segments(column)
-        with self._payload():
-            blocks = self._reader.heads([one.ref for one in segments])
+        blocks = self._reader.heads([one.ref for one in segments])
         for segment, block in zip(segments, blocks, strict=True):
             values = block.column(column)
             found += [(segment.ref, values, run) for run in self._runs_of(segment, column, block)]
@@ -263,10 +287,6 @@ class Batch:
             )
         return entry.shared[column]
 
-    def _own_value(self, entry: GroupEntry, column: str) -> Any:
-        return self._value(self._own_ref(entry, column), entry.group_id, OWN, column)
-
     def _value(self, ref: BlockRef, group_id: int, sample_index: int, column: str) -> Any:
-        with self._payload():
-            block = self._reader.open(ref)
+        block = self._reader.open(ref)
         return block.column(column)[block.row_of(group_id, sample_index)]

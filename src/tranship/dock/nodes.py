@@ -50,6 +50,11 @@ class NodesReader:
         for node, some in _by_node(refs, lambda ref: ref.slab).items():
             self._read(node, runs_of.get(node, []), some)
 
+    def check(self, refs: Sequence[BlockRef]) -> None:
+        """StaleSlab if memory of these blocks that `open` gave holds something else by now."""
+        for node, some in _by_node(refs, lambda ref: ref.slab).items():
+            self._reader(node).check(some)
+
     def write(self, ref: BlockRef, block: memoryview) -> None:
         """Send a block to its place on the dock's node."""
         self._ask(HOME, lambda reader: reader.write(ref, block))

@@ -39,6 +39,10 @@ class BlockReader(Protocol):
         """Fill the runs, which lie in the blocks `refs`, with the bytes of these blocks; else raise StaleSlab."""
         ...
 
+    def check(self, refs: Sequence[BlockRef]) -> None:
+        """StaleSlab if memory of these blocks that `open` gave holds something else by now."""
+        ...
+
     def close(self) -> None:
         """Forget everything; values that are still in use keep their memory."""
         ...
@@ -84,8 +88,12 @@ class LocalReader:
             start = ref.offset + offset
             source = np.frombuffer(self._memory(ref.slab)[start : start + len(out)], np.uint8)
             np.copyto(out, source)
-        for ref in refs:
-            check_generation(self._memory(ref.slab), ref.slab, ref.generation)
+        self.check(refs)
+
+    def check(self, refs: Sequence[BlockRef]) -> None:
+        """StaleSlab if one of the blocks is not where it was any more."""
+        for slab, generation in {(ref.slab, ref.generation) for ref in refs}:
+            check_generation(self._memory(slab), slab, generation)
 
     def close(self) -> None:
         """Forget all mappings; values that are still in use keep theirs."""
