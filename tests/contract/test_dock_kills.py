@@ -405,7 +405,7 @@ def test_whatever_is_killed_or_stopped_in_any_order_each_row_counts_once(words, 
     assert said(dock) == "ready"
     client = DockClient.connect(address, SECRET, "client", wait_s=20.0, reconnect_s=20.0)
     names = iter(range(1000))
-    stages = ["rollout", "rollout", "read", "read"]
+    stages = ["rollout", "rollout", "read"]
     workers = [start("work", address, f"worker{next(names)}", stage) for stage in stages]
     stopped: list[tuple[float, subprocess.Popen[bytes]]] = []
     faults = ["worker", "worker", "stop", "stop", "dock", "dock"]

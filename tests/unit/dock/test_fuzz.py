@@ -1,6 +1,6 @@
 """Bytes that reach new code are refused or understood, and never anything else; with coverage as the guide.
 
-Longer: `TRANSHIP_FUZZ_RUNS=1000000 pytest tests/unit/dock/test_fuzz.py`.
+Longer: `TRANSHIP_FUZZ_RUNS=100000 pytest tests/unit/dock/test_fuzz.py`.
 """
 
 from __future__ import annotations

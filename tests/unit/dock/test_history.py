@@ -579,7 +579,7 @@ crash_steps = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(setups, crash_steps)
 def test_a_dock_goes_on_from_a_base_as_from_all_its_messages(tmp_path, compacted, setup, steps):
     history = History(setup, tmp_path, crashes=True)
