@@ -86,6 +86,8 @@ class Ours:
 
     def end(self) -> None:
         """End all processes."""
+        for mover in self._movers.values():
+            mover.close()
         for process in (*self._movers.values(), self._host):
             process.end()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,18 @@ class Process:
         self.tell(message)
         return self.hear(limit_s)
 
+    def close(self) -> None:
+        """Close its input, at which it ends; `end` waits for that."""
+        assert self.popen.stdin is not None
+        with suppress(OSError):
+            self.popen.stdin.close()
+
     def end(self) -> None:
         """End it: first by closing its input."""
-        assert self.popen.stdin is not None
+        self.close()
         try:
-            self.popen.stdin.close()
             self.popen.wait(10)
-        except (OSError, subprocess.TimeoutExpired):
+        except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
 

@@ -63,6 +63,7 @@ class Mover:
         self._client = DockClient.connect(address, secret.encode(), name, wait_s=WAIT_S, node=node or None)
         self._buffers = Buffers()
         self._columns: dict[str, Any] = {}
+        self._packed: dict[str, Any] = {}
         self._rows: list[SampleId] = []
         self._last = -1
 
@@ -70,6 +71,7 @@ class Mover:
         """Have the rows [first, first + count) ready to be put, in groups of `size`."""
         self._columns = dict(rows(range(first, first + count), longest))
         self._columns["reward"] = np.array(self._columns["reward"], np.float32).reshape(-1, 1)
+        self._packed = {name: _ragged(values) for name, values in self._columns.items()}
         self._rows = [SampleId((first + i) // size, (first + i) % size) for i in range(count)]
         return {"nbytes": nbytes_of(self._columns)}
 
@@ -82,7 +84,7 @@ class Mover:
     def put(self, base: int, packed: bool = False) -> dict[str, Any]:
         """Put them, as groups from `base` on; one message. packed: the values lie one behind the other beforehand."""
         named = [SampleId(base + row.group_id, row.sample_index) for row in self._rows]
-        columns = {name: _ragged(values) for name, values in self._columns.items()} if packed else self._columns
+        columns = self._packed if packed else self._columns
         start = now()
         self._client.put(named, columns)
         return {"times": [start, now()]}

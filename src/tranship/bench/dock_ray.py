@@ -39,7 +39,7 @@ class Central:
 
 
 class Mover:
-    """Puts rows, or gets them. central: the actor's handle, or None for plain Ray objects."""
+    """Puts rows, or gets them, through the central actor or as plain Ray objects."""
 
     def __init__(self, central: Any) -> None:
         self._central = central
@@ -51,10 +51,10 @@ class Mover:
         self._numbers = list(range(first, first + count))
         self._columns = rows(range(first, first + count), longest)
 
-    def put(self) -> tuple[tuple[float, float], list[Any]]:
+    def put(self, is_central: bool) -> tuple[tuple[float, float], list[Any]]:
         """Put them: when it began and ended, and the object's reference."""
         start = now()
-        if self._central is None:
+        if not is_central:
             refs = [ray.put((self._numbers, self._columns))]
         else:
             refs = []
@@ -81,8 +81,8 @@ class RaySides:
         actor: Any = ray.remote(num_cpus=0)
         self._mover = actor(Mover)
         self._central = actor(Central).remote()
-        self._movers: dict[tuple[str, bool], Any] = {}
-        self._prepared: dict[tuple[str, bool], tuple[int, int, int]] = {}
+        self._movers: dict[str, Any] = {}
+        self._prepared: dict[int, tuple[int, int, int]] = {}
 
     def round(
         self, side: str, producers: int, consumers: int, batch: int, longest: int, repeats: int, checked: bool
@@ -91,17 +91,17 @@ class RaySides:
         setting = Setting(producers, consumers, batch, longest)
         assert side == "central" or producers == consumers, "an object goes to one consumer"
         is_central = side == "central"
-        putting = [self._one(f"p{i}", is_central) for i in range(producers)]
-        getting = [self._one(f"c{i}", is_central) for i in range(consumers)]
+        putting = [self._one(f"p{i}") for i in range(producers)]
+        getting = [self._one(f"c{i}") for i in range(consumers)]
         for i, mover in enumerate(putting):
             share = setting.share(i)
             wanted = (share.start, len(share), longest)
-            if self._prepared.get((f"p{i}", is_central)) != wanted:
+            if self._prepared.get(i) != wanted:
                 ray.get(mover.prepare.remote(*wanted))
-                self._prepared[f"p{i}", is_central] = wanted
+                self._prepared[i] = wanted
         puts, gets = [], []
         for _ in range(repeats):
-            made = ray.get([mover.put.remote() for mover in putting])
+            made = ray.get([mover.put.remote(is_central) for mover in putting])
             puts.append(span([times for times, _ in made]))
             count = batch // consumers
             refs = [refs for _, refs in made] if not is_central else [[]] * consumers
@@ -111,11 +111,10 @@ class RaySides:
             assert sorted(n for _, numbers in came for n in numbers) == list(range(batch)), "a row was not seen once"
         return {"put_s": puts, "get_s": gets}
 
-    def _one(self, name: str, is_central: bool) -> Any:
-        key = (name, is_central)
-        if key not in self._movers:
-            self._movers[key] = self._mover.remote(self._central if is_central else None)
-        return self._movers[key]
+    def _one(self, name: str) -> Any:
+        if name not in self._movers:
+            self._movers[name] = self._mover.remote(self._central)
+        return self._movers[name]
 
 
 if __name__ == "__main__":
