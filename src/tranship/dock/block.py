@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from tranship.dock.gather import Gathered, gather
 from tranship.dock.rows import Rows
 from tranship.dock.values import BFLOAT16, Bfloat16, code_of, dtype_of, pack_value, unpack_value
 from tranship.types import SampleId
@@ -55,7 +56,7 @@ class _Part:
     ndim: int
     lengths: np.ndarray
     nbytes: int
-    write: Callable[[memoryview], None]
+    write: Callable[[memoryview], None] | Gathered
     lengths_at: int = 0
     values_at: int = 0
 
@@ -84,10 +85,16 @@ class PackedBlock:
         buffer = buffer[: self.nbytes]
         assert len(buffer) == self.nbytes, f"a block of {self.nbytes} bytes into a buffer of {len(buffer)}"
         buffer[: self.head_bytes] = self._head(generation, _HAS_CHECKSUM if checksum else 0)
+        gathered = []
         for part in self._parts:
             end = part.values_at + part.nbytes
-            part.write(buffer[part.values_at : end])
+            out = buffer[part.values_at : end]
+            if isinstance(part.write, Gathered):
+                gathered.append((out, part.write))
+            else:
+                part.write(out)
             buffer[end : align(end)] = bytes(align(end) - end)
+        gather(gathered)
         if checksum:
             struct.pack_into("<Q", buffer, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(buffer[ALIGNMENT:]))
 
@@ -138,11 +145,12 @@ def _pack_column(name: bytes, values: Sequence[Any] | Ragged) -> _Part:
     ndim = arrays[0].ndim
     if ndim == 1:
         lengths = np.fromiter(map(len, arrays), "<i8", len(arrays)).reshape(len(arrays), 1)
-        count, flat = len(arrays[0]) if len(arrays) == 1 else int(lengths.sum()), arrays
-    else:
-        lengths = np.array([array.shape for array in arrays], dtype="<i8").reshape(len(arrays), ndim)
-        count, flat = sum(array.size for array in arrays), [array.reshape(-1) for array in arrays]
-    nbytes = count * dtype_of(code).itemsize
+        count = len(arrays[0]) if len(arrays) == 1 else int(lengths.sum())
+        found = Gathered(arrays, dtype_of(code), lengths)
+        return _Part(name, _RAW, code, 1, lengths, count * dtype_of(code).itemsize, found)
+    lengths = np.array([array.shape for array in arrays], dtype="<i8").reshape(len(arrays), ndim)
+    flat = [array.reshape(-1) for array in arrays]
+    nbytes = sum(array.size for array in arrays) * dtype_of(code).itemsize
 
     def write(out: memoryview) -> None:
         np.concatenate(flat, out=np.frombuffer(out, dtype_of(code)), casting="equiv")
