@@ -38,6 +38,7 @@ _COLUMN = struct.Struct("<HBBIQQQ")
 _HAS_CHECKSUM = 1
 _RAW, _OBJECTS = 0, 1
 _MAX_NDIM = 32
+_INT64 = np.dtype("<i8")
 _dtype_of, _ndim_of = attrgetter("dtype"), attrgetter("ndim")
 
 
@@ -93,7 +94,8 @@ class PackedBlock:
                 gathered.append((out, part.write))
             else:
                 part.write(out)
-            buffer[end : align(end)] = bytes(align(end) - end)
+            if end % ALIGNMENT:
+                buffer[end : align(end)] = bytes(align(end) - end)
         gather(gathered)
         if checksum:
             struct.pack_into("<Q", buffer, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(buffer[ALIGNMENT:]))
@@ -106,8 +108,8 @@ class PackedBlock:
             places = (part.lengths_at, part.values_at, part.nbytes)
             pieces += (_COLUMN.pack(len(part.name), part.kind, part.dtype, part.ndim, *places), part.name)
         pieces.append(bytes(self._ids_at - ALIGNMENT - self._directory_bytes))
-        for array in (self._ids, *(part.lengths for part in self._parts)):
-            pieces += (array.tobytes(), bytes(align(array.nbytes) - array.nbytes))
+        for array in (self._ids, *[part.lengths for part in self._parts]):
+            pieces.append(array.tobytes().ljust(align(array.nbytes), b"\0"))
         return b"".join(pieces)
 
 
@@ -144,7 +146,7 @@ def _pack_column(name: bytes, values: Sequence[Any] | Ragged) -> _Part:
     code, arrays = raw
     ndim = arrays[0].ndim
     if ndim == 1:
-        lengths = np.fromiter(map(len, arrays), "<i8", len(arrays)).reshape(len(arrays), 1)
+        lengths = np.fromiter(map(len, arrays), _INT64, len(arrays)).reshape(len(arrays), 1)
         count = len(arrays[0]) if len(arrays) == 1 else int(lengths.sum())
         found = Gathered(arrays, dtype_of(code), lengths)
         return _Part(name, _RAW, code, 1, lengths, count * dtype_of(code).itemsize, found)
@@ -190,6 +192,9 @@ def _as_raw(values: Sequence[Any]) -> tuple[int, list[np.ndarray]] | None:
     if not len(values):
         return None
     kind = type(values[0])
+    if len(values) == 1 and kind is np.ndarray:
+        code = code_of(values[0].dtype)
+        return None if code is None else (code, [values[0]])
     if kind not in (np.ndarray, Bfloat16) or len(set(map(type, values))) > 1:
         return None
     arrays = [value.bits for value in values] if kind is Bfloat16 else list(values)

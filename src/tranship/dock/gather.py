@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, cycle
 from operator import setitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +18,7 @@ _WORTH_BYTES = 2048
 _set: Any = setitem
 
 
-@dataclass(frozen=True)
-class Gathered:
+class Gathered(NamedTuple):
     """A column of one-dimensional arrays of one dtype. lengths: int64 [N, 1]."""
 
     arrays: Sequence[np.ndarray]
