@@ -57,6 +57,20 @@ class Clock:
         return self.now
 
 
+def execute(dock: Any, request: Request) -> tuple[bytes, bool]:
+    """The reply to a message, and whether it gave something."""
+    try:
+        result = getattr(dock, request.method)(**request.arguments)
+    except _EXPECTED as error:
+        is_call_wrong = isinstance(error, TypeError | KeyError)
+        return encode_failure(ValueError(f"malformed message: {error}") if is_call_wrong else error), True
+    except Exception as error:
+        _log.exception("the dock failed at %s", request.method)
+        return encode_failure(error), True
+    gave = result.take is not None if request.method == "ask" else result is not None
+    return encode_reply(request.method, result), gave
+
+
 class DurableDock:
     """Runs a dock's messages, and remembers them.
 
@@ -233,17 +247,7 @@ class DurableDock:
             self._journal = None
 
     def _execute(self, request: Request) -> tuple[bytes, bool]:
-        """The reply to a message, and whether it gave something."""
-        try:
-            result = getattr(self.dock, request.method)(**request.arguments)
-        except _EXPECTED as error:
-            is_call_wrong = isinstance(error, TypeError | KeyError)
-            return encode_failure(ValueError(f"malformed message: {error}") if is_call_wrong else error), True
-        except Exception as error:
-            _log.exception("the dock failed at %s", request.method)
-            return encode_failure(error), True
-        gave = result.take is not None if request.method == "ask" else result is not None
-        return encode_reply(request.method, result), gave
+        return execute(self.dock, request)
 
     def _gone(self, name: str) -> None:
         self._last.pop(name, None)

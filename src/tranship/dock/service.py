@@ -15,12 +15,12 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tranship.dock.dock import Dock
 from tranship.dock.durable import DurableDock
@@ -68,6 +68,33 @@ class _Connection:
 _Signature = tuple[Any, ...]
 
 
+class Served(Protocol):
+    """What a service has to know of the dock that it serves."""
+
+    seq: int
+
+    def next_deadline(self) -> float | None:
+        """When the next lease is over if nobody speaks, by time.monotonic; None if there is no lease."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs the messages of clients, as DurableDock does."""
+
+    @property
+    def dock(self) -> Served:
+        """The dock that the messages change."""
+        ...
+
+    def run(self, name: str, ticket: int, request: Request, body: bytes, *, waiting: bool) -> bytes | None:
+        """The reply to a client's message; None if it gives nothing, and would rather wait."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """A client is gone for good: what it had goes back."""
+        ...
+
+
 class _Parked(NamedTuple):
     """A message that waits for a change. frame: as it came. signature: equal for messages of which one gives nothing
     when another does."""
@@ -82,22 +109,25 @@ class DockService:
     process: a successor serves it again, and clients that may reconnect go on.
 
     secret: at least 16 bytes that every client must know (None: a fresh one, see `secret`). place: where the payload
-    can be had (None: what the dock says, for readers of this node only). `run` serves in the calling thread, `start` in
-    one of its own.
+    can be had (None: what the dock says, for readers of this node only; a Runner that is no DurableDock needs one).
+    `run` serves in the calling thread, `start` in one of its own.
     """
 
     def __init__(
         self,
-        dock: Dock | DurableDock,
+        dock: Dock | Runner,
         addresses: Sequence[str],
         *,
         secret: bytes | None = None,
         place: Place | None = None,
     ) -> None:
         self.secret = check_secret(secret) if secret is not None else new_secret()
-        self._runner = dock if isinstance(dock, DurableDock) else DurableDock.of(dock)
+        self._runner: Runner = DurableDock.of(dock) if isinstance(dock, Dock) else dock
         self._dock = self._runner.dock
-        self._place = place or Place.of_folder(self._dock.payload_folder())
+        if place is None:
+            assert isinstance(self._dock, Dock), "where is the payload?"
+            place = Place.of_folder(self._dock.payload_folder())
+        self._place = place
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         self.addresses: list[str] = []
@@ -118,6 +148,7 @@ class DockService:
         self._due: list[tuple[float, int, _Connection, _Parked | None]] = []
         self._numbers = count()
         self._names: Counter[str] = Counter()
+        self._posted: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -136,6 +167,10 @@ class DockService:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
                 elif isinstance(key.data, _Connection):
                     self._turn(key.data, events)
+                else:
+                    self._woken.recv(_CHUNK)
+            while self._posted:
+                self._posted.popleft()()
             seq = self._try_parked(seq)
         for connection in list(self._connections):
             self._drop(connection, retire=False)
@@ -143,10 +178,19 @@ class DockService:
             close_listener(listener)
         self._selector.close()
 
-    def close(self) -> None:
-        """Stop serving: every client finds its connection closed. The dock itself stays."""
+    def post(self, change: Callable[[], None]) -> None:
+        """Have something done to the dock between two messages, in the thread that serves. From any thread."""
+        self._posted.append(change)
+        self._wake.send(b"x")
+
+    def stop(self) -> None:
+        """Stop serving soon: every client finds its connection closed. From any thread, also the one that serves."""
         self._stopping = True
         self._wake.send(b"x")
+
+    def close(self) -> None:
+        """Stop serving: every client finds its connection closed. The dock itself stays."""
+        self.stop()
         if self._thread is not None:
             self._thread.join()
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tranship.dock import Dock, DockClient, DockFull, StageNeeds, StaleLease
+from tranship.dock.durable import DurableDock
 from tranship.dock.frames import LENGTH, ConnectionLost, connect, receive_frame, send_frame
 from tranship.dock.link import DockLink, DockProxy
 from tranship.dock.service import DockService
@@ -307,6 +308,17 @@ def test_addresses_and_secrets_that_cannot_be(tmp_path):
         DockService(None, [], secret=b"short")  # type: ignore[arg-type]
     with pytest.raises(ConnectionLost, match="no connection"):
         connect(f"unix:{tmp_path / 'nobody'}", SECRET, 1.0)
+
+
+def test_a_watcher_waits_at_the_dock_without_asking_again(service, monkeypatch):
+    asked = []
+    run = DurableDock.run
+    monkeypatch.setattr(DurableDock, "run", lambda *args, **kwargs: (asked.append(1), run(*args, **kwargs))[1])
+    proxy = DockProxy(service.addresses[0], SECRET, "worker")
+    proxy.watch(threading.Event())
+    time.sleep(0.2)
+    assert len(asked) <= 2
+    proxy.close()
 
 
 def test_a_watcher_hears_of_every_change_and_of_the_end(service):
