@@ -7,12 +7,13 @@ from typing import Any
 
 from tranship.dock.batch import Batch
 from tranship.dock.block import Ragged, pack
-from tranship.dock.errors import StaleLease, StaleSlab
+from tranship.dock.errors import LeaseLost, StaleLease, StaleSlab
 from tranship.dock.group import OWN
 from tranship.dock.link import DockLink, DockProxy
 from tranship.dock.messages import Admission, Answer, BlockRef, Kind, Publish, Status
 from tranship.dock.nodes import NodesReader
 from tranship.dock.reader import BlockReader, LocalReader
+from tranship.dock.routes import Routes
 from tranship.dock.rows import Rows
 from tranship.dock.writer import BlockWriter
 from tranship.types import SampleId
@@ -23,10 +24,10 @@ class DockClient:
 
     call(method, *args, **kwargs): runs a method of a Dock, here or elsewhere, and returns or raises what it does.
     owner: this client's name, its own in the run: leases and slabs are counted on it. wait_s: how long a put waits for
-    room (where all is in one process it does not wait, since nobody else could make room). seen_seq: a `seq` of the
-    dock that is known here without a message; by default the dock is asked. can_park: `call` also takes `wait_s`, and
-    the dock then answers when it has something to give (see DockService). reader: of the payload, which may lie on
-    other nodes (None: it is on this one).
+    room (where all is in one process it does not wait, since nobody else could make room). seen_seq(stage): a `seq`
+    that is known here without a message, of whoever serves the stage; by default the dock is asked. can_park: `call`
+    also takes `wait_s`, and the dock then answers when it has something to give (see DockService). reader: of the
+    payload, which may lie on other nodes (None: it is on this one).
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class DockClient:
         owner: str,
         *,
         wait_s: float,
-        seen_seq: Callable[[], int] | None = None,
+        seen_seq: Callable[[str], int] | None = None,
         can_park: bool = False,
         reader: NodesReader | None = None,
     ) -> None:
@@ -64,14 +65,17 @@ class DockClient:
         wait_s: float,
         node: str | None = None,
         reconnect_s: float = 0.0,
+        controllers: Mapping[str, str] | None = None,
     ) -> DockClient:
         """A client of a dock that a DockService hosts; the payload is mapped if it is on this node, else fetched.
 
-        node: where this client is (None: here, see frames.node_of). reconnect_s: see DockLink. Raises ConnectionLost,
-        and UserError if the payload is on another node whose dock serves none.
+        node: where this client is (None: here, see frames.node_of). reconnect_s: see DockLink. controllers: the
+        addresses of the StageControllers of stages that have one. Raises ConnectionLost, and UserError if the payload
+        is on another node whose dock serves none.
         """
         link = DockLink(address, secret, owner, reconnect_s=reconnect_s)
-        return cls.over(link, secret, owner, wait_s=wait_s, node=node)
+        routes = Routes(link.call, controllers, secret, owner) if controllers else None
+        return cls.over(link, secret, owner, wait_s=wait_s, node=node, routes=routes)
 
     @classmethod
     def over(
@@ -82,11 +86,15 @@ class DockClient:
         *,
         wait_s: float,
         node: str | None = None,
-        seen_seq: Callable[[], int] | None = None,
+        routes: Routes | None = None,
+        seen_seq: Callable[[str], int] | None = None,
     ) -> DockClient:
-        """As `connect`, over a connection that is there already."""
+        """As `connect`, over a connection that is there already. routes: to the stages that have controllers."""
         reader = NodesReader(link, secret, node)
-        return cls(link.call, owner, wait_s=wait_s, can_park=True, reader=reader, seen_seq=seen_seq)
+        call = link.call
+        if routes is not None:
+            call, seen_seq = routes.call, routes.seen_seq
+        return cls(call, owner, wait_s=wait_s, can_park=True, reader=reader, seen_seq=seen_seq)
 
     # Rows go in
 
@@ -185,7 +193,7 @@ class DockClient:
         for asked_version, answer in asked:
             if version != asked_version and (version is not None or answer.refused):
                 return True
-        return self._seq() > min(answer.seq for _, answer in asked)
+        return self._seq(stage) > min(answer.seq for _, answer in asked)
 
     # What a reader says about a lease
 
@@ -277,8 +285,8 @@ class DockClient:
         except StaleLease:
             return
 
-    def _seq(self) -> int:
-        return self._call("status").seq if self._seen_seq is None else self._seen_seq()
+    def _seq(self, stage: str) -> int:
+        return self._call("status").seq if self._seen_seq is None else self._seen_seq(stage)
 
     def _ask(
         self,
@@ -316,8 +324,9 @@ class DockClient:
                 method, argument = message(ref)
                 try:
                     self._call(method, argument)
-                except (StaleLease, ValueError):
-                    self._writer.take_back(ref)
+                except (StaleLease, ValueError) as error:
+                    if not isinstance(error, LeaseLost):
+                        self._writer.take_back(ref)
                     raise
             except StaleSlab:
                 self._writer.forget()

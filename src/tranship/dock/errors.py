@@ -9,6 +9,10 @@ class StaleLease(RuntimeError):
     """The lease is gone, or no longer covers the rows: somebody else has them, or they have left the dock."""
 
 
+class LeaseLost(StaleLease):
+    """The lease is gone with the process that gave it, which may have passed on what was said under it last."""
+
+
 class StaleSlab(StaleLease):
     """The slab has been recycled, was taken from its owner, or was lost with its node: the bytes cannot be had."""
 

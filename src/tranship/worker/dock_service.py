@@ -148,7 +148,7 @@ class DockConnection:
         wait_s = config.dock.lease_s
         self._proxy: DockProxy | None = None
         if config.placement.runtime == "inline":
-            self.client = DockClient(dock.call, context.name, wait_s=wait_s, seen_seq=lambda: dock.seen_seq)
+            self.client = DockClient(dock.call, context.name, wait_s=wait_s, seen_seq=lambda _: dock.seen_seq)
             dock.watch(context.wakeup)
             return
         access: DockAccess = dock.call("access")
@@ -160,7 +160,7 @@ class DockConnection:
             context.name,
             wait_s=wait_s,
             node=context.node,
-            seen_seq=lambda: proxy.seen_seq,
+            seen_seq=lambda _: proxy.seen_seq,
         )
         proxy.watch(context.wakeup)
 

@@ -82,7 +82,7 @@ def test_a_seq_that_is_known_here_spares_the_question(make_rig):
         asked.append(method)
         return getattr(rig.dock, method)(*args, **kwargs)
 
-    client = DockClient(call, "reader", wait_s=0, seen_seq=lambda: rig.dock.seq)
+    client = DockClient(call, "reader", wait_s=0, seen_seq=lambda _: rig.dock.seq)
     client.take("rollout", max_groups=1)
     asked.clear()
     assert not client.changed_since_last_take("rollout")
