@@ -338,7 +338,7 @@ class StageDock:
     def _begin(self, *speakers: int | None) -> None:
         """Before a message: the dock's leases may be over after a standstill, those of readers at any time."""
         now = self._clock()
-        if now - self._kept_at > self._lease_s:
+        if now - self._kept_at >= self._lease_s:
             self.keep()
         for lease in self._leases.overdue(now):
             if lease.id not in speakers:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 from tranship.dock import Batch, Dock, DockClient, StageNeeds, StaleLease, durable
 from tranship.dock.durable import DurableDock
 from tranship.dock.journal import Journal
+from tranship.dock.routes import Routes
 from tranship.dock.service import DockService
+from tranship.dock.stage_dock import StageDock, stage_number
 from tranship.dock.wire import bind, decode_reply, decode_request, encode_request
 from tranship.types import SampleId
 
@@ -31,6 +34,7 @@ STAGES = (
     StageNeeds("train", ("prompt", "response", "reward", "advantage")),
 )
 POLICIES = ("first_come", "oldest_first", "balanced", "ordered")
+SPREAD = ("score", "judge")
 # How often each thing happens in a history; its numbers say how much of it.
 WEIGHTS = {
     "admit": 4,
@@ -80,10 +84,12 @@ class History:
 
     folder: the client reaches the dock through a service at a socket there (None: by a call in this process).
     crashes: the dock is a durable one, which is killed now and then and taken over by a successor. Beside it goes one
-    whose journal is never started again: each of its answers, and what its successors hold, must be the same.
+    whose journal is never started again: each of its answers, and what its successors hold, must be the same. spread:
+    the stages in the middle have controllers outside the dock, which take so many groups (or rows) at once (0: they
+    have not).
     """
 
-    def __init__(self, setup: Setup, folder: Path | None = None, *, crashes: bool = False) -> None:
+    def __init__(self, setup: Setup, folder: Path | None = None, *, crashes: bool = False, spread: int = 0) -> None:
         self.setup = setup
         self.now = 0.0
         self.ordered = setup.ordered or setup.staleness == 0
@@ -108,6 +114,13 @@ class History:
         else:
             self.service = DockService(self.dock, [f"unix:{folder / 'dock'}"]).start()
             self.client = DockClient.connect(self.service.addresses[0], self.service.secret, "reader", wait_s=0)
+        self.spread = spread
+        self.controllers: dict[str, StageDock] = {}
+        if spread:
+            for stage in SPREAD:
+                self.start_controller(stage)
+            routes = Routes(self.say_home, {stage: stage for stage in SPREAD}, b"", "reader", connect=self.reach)
+            self.client = DockClient(routes.call, "reader", wait_s=0)
         self.next_id = 0
         self.held: dict[str, list[Batch]] = {stage.name: [] for stage in STAGES}
         self.over: list[Batch] = []
@@ -165,6 +178,51 @@ class History:
         if reply is None or twin.encode() not in reply:
             return reply
         return msgpack.packb(_replaced(msgpack.unpackb(reply), twin, own))
+
+    def say_home(self, method: str, *args, **kwargs):
+        return getattr(self.dock, method)(*args, **kwargs)
+
+    def start_controller(self, stage: str) -> None:
+        self.controllers[stage] = StageDock(
+            next(needs for needs in STAGES if needs.name == stage),
+            self.say_home,
+            number=stage_number(stage, SPREAD),
+            name=f"controller/{stage}",
+            lease_s=LEASE_S,
+            prefetch=self.spread,
+            clock=lambda: self.now,
+        )
+
+    def reach(self, stage: str, secret: bytes, name: str):
+        """What a client's connection to a controller is: it leads to its successor when there is one."""
+
+        def call(method: str, *args, wait_s: float = 0.0, **kwargs):
+            return getattr(self.controllers[stage], method)(*args, **kwargs)
+
+        return SimpleNamespace(call=call)
+
+    def kill_controller(self, amount: int, choice: int) -> None:
+        """A controller dies with all that it had on loan, and a successor starts with nothing."""
+        stage = SPREAD[choice % len(SPREAD)]
+        self.dock.retire(f"controller/{stage}")
+        self.start_controller(stage)
+        for batch in list(self.held[stage]):
+            self.done_with(batch)
+        self.happened["killed"] += 1
+
+    def stop_controllers(self, amount: int, choice: int) -> None:
+        """The controllers stand still until a moment before, or after, the dock takes back what they have."""
+        self.now += LEASE_S - 1.0 + choice % 4
+        self.note_expired()
+
+    def controllers_keep(self) -> None:
+        for controller in self.controllers.values():
+            controller.keep()
+
+    def is_over(self, batch: Batch) -> bool:
+        """Whether a batch's lease is over."""
+        leases = self.controllers[batch.stage]._leases if batch.stage in self.controllers else self.dock._flow.leases
+        return leases.find(batch.lease) is None
 
     def crash(self, amount: int, choice: int) -> None:
         """The dock's process is killed, and a successor takes over; now and then the last entry was being written."""
@@ -251,13 +309,18 @@ class History:
 
     def score_and_judge(self, amount: int, choice: int) -> None:
         while (batch := self.client.take_rows("score", max_rows=5)) is not None:
-            self.check_content(batch)
-            assert self.put(batch, batch.ids, "reward")
-            self.client.ack(batch.lease)
+            self.do(batch, "reward")
         while (batch := self.client.take("judge", max_groups=5)) is not None:
-            self.check_content(batch)
-            assert self.put(batch, batch.ids, "advantage")
+            self.do(batch, "advantage")
+
+    def do(self, batch: Batch, column: str) -> None:
+        """All that is to be done with a batch. What the dock drops, a controller elsewhere hears of a little later."""
+        self.check_content(batch)
+        if self.put(batch, batch.ids, column):
             self.client.ack(batch.lease)
+        else:
+            assert self.spread
+            assert all(group.group_id not in self.dock._flow.table for group in batch.groups)
 
     def take_rows(self, amount: int, choice: int) -> None:
         self.hold(self.client.take_rows("score", max_rows=amount + 1))
@@ -333,16 +396,30 @@ class History:
             self.say(lambda: self.client.release(batch.lease))
 
     def pass_time(self, amount: int, choice: int) -> None:
-        self.now += 1.0 + 2 * amount
+        for _ in range(1 + 2 * amount):
+            self.now += 1.0
+            self.controllers_keep()
+        if self.spread:
+            self.note_expired()
+            return
         for lease in self.dock.expire() if self.durable is None else self.say_to_durable("expire"):
             self.happened["expired"] += 1
             for batches in self.held.values():
                 for batch in [batch for batch in batches if batch.lease == lease.lease]:
                     self.done_with(batch)
 
+    def note_expired(self) -> None:
+        """The readers whose leases are over forget them. Controllers may have stood still for longer than a lease."""
+        self.happened["stood_still"] += sum(lease.reader != "reader" for lease in self.dock.expire())
+        for controller in self.controllers.values():
+            controller.expire()
+        for batch in [batch for batches in self.held.values() for batch in batches if self.is_over(batch)]:
+            self.happened["expired"] += 1
+            self.done_with(batch)
+
     def come_back_late(self, amount: int, choice: int) -> None:
         """With a lease that is over, nothing can be changed."""
-        over = [batch for batch in self.over if self.dock._flow.leases.find(batch.lease) is None]
+        over = [batch for batch in self.over if self.is_over(batch)]
         if not over:
             return
         batch = over[choice % len(over)]
@@ -443,6 +520,7 @@ class History:
         if self.durable is not None:
             self.compare()
         self.dock.close()
+        assert all(not controller._loans._held for controller in self.controllers.values())
         if self.durable is not None:
             self.twin.dock.close()
             self.twin_root.rmdir()
@@ -477,6 +555,21 @@ setups = st.builds(
 steps = st.lists(
     st.tuples(st.sampled_from(sorted({*WEIGHTS, "lose"})), st.integers(0, 7), st.integers(0, 7)), max_size=60
 )
+
+
+@settings(max_examples=100, deadline=None)
+@given(setups, steps, st.integers(1, 9))
+def test_any_short_history_with_controllers_elsewhere(setup, steps, spread):
+    history = History(setup, spread=spread)
+    for action, amount, choice in steps:
+        history.step(
+            {"give_up": "kill_controller", "pass_time": "stop_controllers"}.get(action, action)
+            if amount > 3
+            else action,
+            amount,
+            choice,
+        )
+    history.end()
 
 
 @settings(max_examples=200, deadline=None)
@@ -521,6 +614,22 @@ def test_long_histories(staleness, ordered, on_stale, refill):
         history.end()
     assert min(happened[what] for what in ("trained", "expired", "refused", "late", "lost")) >= 5
     assert (happened["too_stale"] > 0) == (on_stale == "discard" and staleness > 0 and not ordered)
+
+
+@pytest.mark.parametrize("refill", [False, True])
+@pytest.mark.parametrize(("staleness", "on_stale"), [(0, "finish_first"), (1, "finish_first"), (2, "discard")])
+def test_long_histories_with_controllers_elsewhere(staleness, on_stale, refill):
+    happened: Counter[str] = Counter()
+    weights = WEIGHTS | {"kill_controller": 1, "stop_controllers": 3}
+    for seed in range(8):
+        draw = random.Random(seed)
+        setup = Setup(draw.randint(1, 3), staleness, draw.randint(1, 3), False, on_stale, refill)
+        history = History(setup, spread=draw.randint(1, 9))
+        for action in draw.choices(list(weights), list(weights.values()), k=250):
+            history.step(action, draw.randint(0, 7), draw.randint(0, 7))
+        happened += history.happened
+        history.end()
+    assert min(happened[what] for what in ("trained", "expired", "refused", "late", "killed", "stood_still")) >= 5
 
 
 @pytest.mark.parametrize(("staleness", "on_stale", "refill"), [(0, "finish_first", True), (2, "discard", False)])
