@@ -1,4 +1,5 @@
-"""One dock, and readers and writers in processes of their own, over every transport and shared memory.
+"""One dock, and readers and writers in processes of their own, over every transport and shared memory; also where
+stages have controllers in processes of their own.
 
 Run as a program, this file is one of those processes.
 """
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,12 @@ import xxhash
 from tranship.dock import Dock, DockClient, StageNeeds, StaleLease
 from tranship.dock.frames import ConnectionLost
 from tranship.dock.service import DockService
+from tranship.dock.stage_controller import StageController
+from tranship.dock.stage_dock import stage_number
 from tranship.types import SampleId
 
 GROUPS, SIZE = 150, 4
+LEASE_S = 60.0
 NEVER = 10**9
 STAGES = (
     StageNeeds("rollout", ("prompt",)),
@@ -31,6 +36,7 @@ STAGES = (
     StageNeeds("second", ("prompt", "response", "digest"), "row"),
     StageNeeds("train", ("prompt", "response", "mark_first", "mark_second")),
 )
+SPREAD = ("first", "second")
 SECRET = b"a secret of this test"
 
 
@@ -45,8 +51,28 @@ def digest_of(array: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(array))
 
 
-def connect(address: str, name: str) -> DockClient:
-    return DockClient.connect(address, SECRET, name, wait_s=20)
+def connect(where: str, name: str) -> DockClient:
+    """A client. where: the dock's address, and those of the controllers that are not in its process, as JSON."""
+    address, controllers = json.loads(where)
+    return DockClient.connect(address, SECRET, name, wait_s=20, controllers=controllers)
+
+
+def control(where: str, stage: str) -> None:
+    """A stage's controller, until the dock is gone."""
+    home, controllers = json.loads(where)
+    needs = next(needs for needs in STAGES if needs.name == stage)
+    controller = StageController(
+        needs,
+        home,
+        [controllers[stage]],
+        secret=SECRET,
+        number=stage_number(stage, SPREAD),
+        lease_s=LEASE_S,
+        prefetch=40,
+    )
+    print("ready", flush=True)
+    with suppress(ConnectionLost):
+        controller.wait()
 
 
 def produce(client: DockClient, die_after: int) -> None:
@@ -76,12 +102,16 @@ def read(client: DockClient, stage: str, seen: list[list[int]]) -> None:
             assert digest_of(response) == digest, f"{sample} was changed on its way"
             np.testing.assert_array_equal(response, response_of(sample))
             seen.append([sample.group_id, sample.sample_index])
-        client.put(batch.ids, {f"mark_{stage}": [client._owner] * len(batch.ids)}, batch.lease)
-        client.ack(batch.lease)
+        with suppress(StaleLease):  # Where the dock is gone, so are the leases that a stage's controller gave.
+            client.put(batch.ids, {f"mark_{stage}": [client._owner] * len(batch.ids)}, batch.lease)
+            client.ack(batch.lease)
 
 
-def main(address: str, name: str, role: str, die_after: str) -> None:
-    client = connect(address, name)
+def main(where: str, name: str, role: str, die_after: str) -> None:
+    if role == "controller":
+        control(where, name)
+        return
+    client = connect(where, name)
     seen: list[list[int]] = []
     try:
         if role == "producer":
@@ -96,15 +126,27 @@ def main(address: str, name: str, role: str, die_after: str) -> None:
 
 
 class Server:
-    """A dock in this process, served at an address."""
+    """A dock in this process, served at an address, and controllers in others. where: see connect."""
 
-    def __init__(self, dock: Dock, address: str) -> None:
+    def __init__(self, dock: Dock, address: str, controllers: dict[str, str]) -> None:
         self.dock = dock
         self.service = DockService(dock, [address], secret=SECRET).start()
-        self.address = self.service.addresses[0]
+        self.where = json.dumps([self.service.addresses[0], controllers])
+        self.processes = [start(self.where, stage, "controller", 0) for stage in controllers]
+        for process in self.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
 
 
-@pytest.fixture(params=["unix", "tcp"])
+def start(where: str, name: str, role: str, die_after: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, __file__, where, name, role, str(die_after)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(params=["unix", "tcp", "controllers"])
 def server(request, tmp_path):
     root = tmp_path / "shm"
     root.mkdir()
@@ -113,17 +155,21 @@ def server(request, tmp_path):
         run_id="processes",
         batch_groups=GROUPS,
         staleness=0,
-        lease_s=60,
+        lease_s=LEASE_S,
         slab_bytes=1 << 16,
         capacity_bytes=1 << 24,
         shared=True,
         ordered=False,
         root=root,
     )
-    address = f"unix:{tmp_path / 'socket'}" if request.param == "unix" else "tcp:127.0.0.1:0"
-    server = Server(dock, address)
+    address = "tcp:127.0.0.1:0" if request.param == "tcp" else f"unix:{tmp_path / 'socket'}"
+    controllers = {stage: f"unix:{tmp_path / stage}" for stage in SPREAD} if request.param == "controllers" else {}
+    server = Server(dock, address, controllers)
     yield server
     server.service.close()
+    for process in server.processes:
+        process.communicate(timeout=30)
+        assert process.returncode == 0
     dock.close()
     assert list(root.iterdir()) == []
 
@@ -133,18 +179,14 @@ def run_processes(server: Server, processes: list[tuple[str, str, int]]) -> dict
 
     A process that is to die has died before the next one is started.
     """
-    coordinator = connect(server.address, "coordinator")
+    coordinator = connect(server.where, "coordinator")
     for first in range(0, GROUPS, 50):
         prompts = [np.full(3, group_id, np.int32) for group_id in range(first, first + 50)]
         coordinator.admit([(first + i, SIZE, "train", {"prompt": prompt}) for i, prompt in enumerate(prompts)])
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, role, die_after in processes:
-            started[name] = subprocess.Popen(
-                [sys.executable, __file__, server.address, name, role, str(die_after)],
-                stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            started[name] = start(server.where, name, role, die_after)
             if role == "producer" and die_after < NEVER:
                 started[name].wait(60)
         batch = coordinator.take_batch("train", groups=GROUPS, wait_s=90)
@@ -186,12 +228,12 @@ def test_a_killed_producers_rows_are_made_again(server):
 
 def test_what_a_resumed_writer_says_after_it_was_given_up_is_refused(server):
     """As after a SIGSTOP: it still maps its slab, and writes into it, and reaches nobody."""
-    zombie = connect(server.address, "zombie")
+    zombie = connect(server.where, "zombie")
     zombie.admit([(group_id, 1, "train", {"prompt": np.full(3, group_id)}) for group_id in range(GROUPS)])
     batch = zombie.take("rollout", max_groups=1, version=0)
     assert batch is not None
     memory = zombie._writer._memory
-    other = connect(server.address, "other")
+    other = connect(server.where, "other")
     other.retire("zombie")
     again = other.take("rollout", max_groups=1, version=0)
     assert again is not None

@@ -402,6 +402,9 @@ class DockService:
         return data
 
     def _send_frame(self, connection: _Connection, body: bytes) -> None:
+        """Answer, unless the service stops: a client whose message met that finds its connection closed."""
+        if self._stopping:
+            return
         self._send(connection, LENGTH.pack(len(body)) + body)
 
     def _send(self, connection: _Connection, data: bytes) -> None:

@@ -1,7 +1,7 @@
 """A stage's controller in a process of its own: `StageDock` behind a service, fed from the dock by threads.
 
 One thread serves the readers and says short things to the dock. For each kind of rows that readers want, another one
-waits at the dock until there are some, and hands them over; nothing is polled.
+waits at the dock until there are some, and hands them over; one more sees to it that the dock's leases are renewed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tranship.dock.wire import Request, encode_failure
 
 _log = logging.getLogger(__name__)
 _PARK_S = 30.0
+_NEVER = 1 << 62  # No seq is ever larger.
 _ABOUT_LEASES = ("publish", "ack", "release", "renew", "check", "started", "drop", "trained")
 _METHODS = ("ask", *_ABOUT_LEASES, "status", "changed", "expire", "retire")
 
@@ -77,7 +78,8 @@ class StageController:
         self._connect = partial(DockLink, home, secret, reconnect_s=reconnect_s)
         self._lease_s = lease_s
         self._ended = threading.Event()
-        self._links = [self._connect(self._name)]
+        self._links: list[DockLink] = []
+        self._home = self._link(self._name)
         self._wanted: dict[Kind, queue.SimpleQueue[int | None]] = {}
         self._dock = StageDock(
             needs,
@@ -88,7 +90,7 @@ class StageController:
             prefetch=prefetch,
             await_rows=self._await_rows,
         )
-        self._service = DockService(_Runner(self._dock), addresses, secret=secret, place=self._links[0].place).start()
+        self._service = DockService(_Runner(self._dock), addresses, secret=secret, place=self._home.place).start()
         self.addresses = self._service.addresses
         threading.Thread(target=self._keep, name=f"keep-{needs.name}", daemon=True).start()
 
@@ -102,6 +104,14 @@ class StageController:
         """Stop serving. The dock takes back what this had from it."""
         self._end(None)
         self._service.close()
+
+    def _link(self, name: str) -> DockLink:
+        """One more connection to the dock, which ends with this."""
+        link = self._connect(name)
+        self._links.append(link)
+        if self._ended.is_set():
+            link.close()
+        return link
 
     def _end(self, failure: Exception | None) -> None:
         if self._ended.is_set():
@@ -119,15 +129,20 @@ class StageController:
     def _say(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A short message to the dock, from the thread that serves."""
         try:
-            return self._links[0].call(method, *args, **kwargs)
+            return self._home.call(method, *args, **kwargs)
         except ConnectionLost as error:
             self._end(error)
             raise
 
     def _keep(self) -> None:
-        """Have the dock's leases renewed well before they are over."""
-        while not self._ended.wait(self._lease_s / 3):
-            self._service.post(partial(self._guarded, self._dock.keep))
+        """Have the dock's leases renewed well before they are over, and find out at once when the dock is gone."""
+        try:
+            link = self._link(f"{self._name}/keep")
+            while not self._ended.is_set():
+                link.call("changed", _NEVER, wait_s=self._lease_s / 3)
+                self._service.post(partial(self._guarded, self._dock.keep))
+        except ConnectionLost as error:
+            self._end(error)
 
     def _await_rows(self, kind: Kind, count: int) -> None:
         if kind not in self._wanted:
@@ -139,8 +154,7 @@ class StageController:
         """Bring rows of a kind, each time that they are wanted."""
         name = f"{self._name}/{kind}"
         try:
-            link = self._connect(name)
-            self._links.append(link)
+            link = self._link(name)
             while (count := self._wanted[kind].get()) is not None:
                 take = None
                 while take is None:
