@@ -4,8 +4,9 @@ Payload lies in slabs (`warehouse`, `slab`, `block`), state in a controller per 
 rows a take gives in `take_policy` (`queues`, `balanced`), the bound on staleness in `policy` and `window`, and what
 became of each group in `ledger`. `Dock` is the process that decides; `DockClient` is what a stage holds. Other
 processes reach a dock through `service` (`wire`, `frames`, `link`), its payload from other nodes through `runs` and
-`remote`; `durable` and `journal` let it outlive its process. Other nodes have warehouses of their own: `warehouses`
-(their books), `keeper` (their processes), `nodes` (their readers).
+`remote`; `durable` and `journal` let it outlive its process. A stage's controller may have a process of its own
+(`stage_controller`, `stage_dock`, `loans`), to which `routes` leads clients. Other nodes have warehouses of their own:
+`warehouses` (their books), `keeper` (their processes), `nodes` (their readers).
 """
 
 from tranship.dock.access import DockAccess
@@ -21,6 +22,7 @@ from tranship.dock.link import DockLink, DockProxy
 from tranship.dock.messages import Admission, BlockRef, Publish, StageNeeds, Status, Take
 from tranship.dock.policy import feasible
 from tranship.dock.served import ServedDock
+from tranship.dock.stage_controller import StageController
 from tranship.dock.values import Bfloat16
 from tranship.dock.warehouse import Warehouse
 
@@ -43,6 +45,7 @@ __all__ = [
     "Publish",
     "Ragged",
     "ServedDock",
+    "StageController",
     "StageNeeds",
     "StaleLease",
     "StaleSlab",

@@ -139,11 +139,10 @@ class DurableDock:
         is_due = deadline is not None and deadline <= now
         if is_due or not _looks_only(request):
             self._make_room(2 * len(body), spare=request.method in _FREES)
-        if request.method not in ("ask", "lease_slab"):
+        if request.method not in ("ask", "lease_slab", *_WAITS):
             if is_due or not _looks_only(request):
                 self._write("m", now, name, ticket, body)
-            reply, gave = self._execute(request)
-            return None if waiting and not gave and request.method in _WAITS else reply
+            return self._execute(request)[0]
         if is_due:
             self._write("e", now)
             self.dock.expire_now()
@@ -152,6 +151,10 @@ class DurableDock:
         said, warehouse = request.arguments, self.dock.warehouse
         changes = warehouse.changes
         reply, gave = self._execute(request)
+        if request.method in _WAITS:
+            if not _looks_only(request):
+                self._write("m", now, name, ticket, body)
+            return None if waiting and not gave else reply
         if said.get("node", HOME) != HOME:
             if warehouse.changes != changes:
                 self._write("m", now, name, ticket, body)

@@ -16,7 +16,7 @@ from tranship.dock.errors import LeaseLost, StaleLease
 from tranship.dock.frames import ConnectionLost
 from tranship.dock.link import DockLink
 from tranship.dock.messages import Answer, ExpiredLease
-from tranship.dock.stage_dock import number_of, stage_number
+from tranship.dock.stage_dock import number_of
 from tranship.dock.wire import bind
 
 _OF_A_LEASE = ("ack", "release", "renew", "started", "trained", "drop")
@@ -28,13 +28,16 @@ _EPOCH_AT = 40
 
 @dataclass(eq=False)
 class _Controller:
-    """A stage's controller as this process knows it. link: None while it is not there. again_at: when it is looked for
-    again. switches, rejoins: how often its stage was served by somebody else from then on, as the caller's and as the
-    watching thread found out. seen: the largest seq that the watching thread has heard of (-1: none)."""
+    """A stage's controller as this process knows it. number: of its leases, once there was one (-1: not yet).
+
+    link: None while it is not there. again_at: when it is looked for again. switches, rejoins: how often its stage was
+    served by somebody else from then on, as the caller's and as the watching thread found out. seen: the largest seq
+    that the watching thread has heard of (-1: none).
+    """
 
     stage: str
     address: str
-    number: int
+    number: int = -1
     link: Any = None
     again_at: float = 0.0
     switches: int = 0
@@ -69,11 +72,8 @@ class Routes:
         self._home_seq = home_seq or (lambda: home("status").seq)
         self._connect = lambda address, name: connect(address, secret, name)
         self._name = name
-        self._stages = {
-            stage: _Controller(stage, address, stage_number(stage, controllers))
-            for stage, address in controllers.items()
-        }
-        self._numbers = {controller.number: controller for controller in self._stages.values()}
+        self._stages = {stage: _Controller(stage, address) for stage, address in controllers.items()}
+        self._numbers: dict[int, _Controller] = {}
         self._wakeup: threading.Event | None = None
         self._closed = threading.Event()
         self._watching: list[Any] = []
@@ -152,6 +152,7 @@ class Routes:
             try:
                 if link is not None:
                     answer = link.call("ask", *ask, **said, **done, wait_s=left)
+                    self._learn(controller, answer)
                     break
             except ConnectionLost as error:
                 self._lost(controller)
@@ -162,6 +163,12 @@ class Routes:
             if answer.take is not None or time.monotonic() >= until:
                 break
         return answer._replace(seq=controller.epoch + answer.seq)
+
+    def _learn(self, controller: _Controller, answer: Answer) -> None:
+        """From now on, what is said about leases like this one is for this controller."""
+        if answer.take is not None:
+            controller.number = number_of(answer.take.lease)
+            self._numbers[controller.number] = controller
 
     def _ack(self, lease: int) -> bool:
         """Acknowledge a lease that somebody else gave than the one who is asked now; False: that is done."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -74,7 +75,7 @@ class StageController:
     ) -> None:
         self.failure: Exception | None = None
         self._needs = needs
-        self._name = f"controller/{needs.name}"
+        self._name = f"controller/{needs.name}/{secrets.token_hex(4)}"
         self._connect = partial(DockLink, home, secret, reconnect_s=reconnect_s)
         self._lease_s = lease_s
         self._ended = threading.Event()

@@ -310,6 +310,7 @@ class StageDock:
 
     def changed(self, since: int) -> int | None:
         """The current seq if it is larger than `since`, else None."""
+        self._begin()
         return self.seq if self.seq > since else None
 
     def expire(self) -> list[ExpiredLease]:
