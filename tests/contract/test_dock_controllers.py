@@ -240,18 +240,16 @@ def test_nothing_is_lost_when_controllers_and_readers_are_killed_again_and_again
     addresses = {stage: f"unix:{tmp_path / stage}" for stage in SPREAD}
     controllers = {stage: start("control", home, stage, address) for stage, address in addresses.items()}
     words = json.dumps(addresses)
-    workers = [
-        start("work", home, stage, f"{stage}{i}", words) for stage in ("rollout", "read", "score") for i in (0, 1)
-    ]
+    names = [(stage, f"{stage}{i}") for stage in ("rollout", "read", "score") for i in range(2)]
+    workers = {name: start("work", home, stage, name, words) for stage, name in names}
     client = connect(home, "client", addresses)
-    for kill in ("read", "score", "done", None):
-        first = 15 * (("read", "score", "done", None).index(kill))
-        admit(client, *range(first, first + 15))
+    for turn, (kill, worker) in enumerate([("read", "rollout0"), ("score", "read0"), ("done", "score0"), (None, None)]):
+        admit(client, *range(15 * turn, 15 * turn + 15))
         if kill is not None:
             time.sleep(0.05)
             end(controllers[kill])
             controllers[kill] = start("control", home, kill, addresses[kill])
-            end(workers.pop(1))
+            end(workers[worker])
         assert set(end_groups(client, 15).values()) <= {"read0", "read1"}
 
 
