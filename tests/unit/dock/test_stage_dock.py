@@ -352,3 +352,74 @@ def test_a_retired_readers_leases_go_back_wherever_they_are(spread):
         "score",
     ]
     assert len(spread.rig.dock._flow.leases) == 0
+
+
+def leases_of(spread: Spread, stage: str) -> list[int]:
+    return [lease.id for lease in spread.rig.dock._flow.leases.of_reader(f"controller/{stage}")]
+
+
+def test_of_a_group_under_two_of_the_docks_leases_the_rows_under_the_other_one_go_on(spread):
+    reader = spread.client("reader")
+    spread.start("score", 1)
+    spread.generate(1)
+    for batch in [reader.take_rows("score", max_rows=1) for _ in range(2)]:
+        reader.release(batch.lease)
+    batch = reader.take_rows("score", max_rows=2)
+    assert len(batch) == 2
+    lost = batch.ids[1]
+    spread.rig.dock.release(leases_of(spread, "score")[lost.sample_index])
+    with pytest.raises(StaleLease):
+        reader.renew(batch.lease)
+    rest = reader.take_rows("score", max_rows=2)
+    assert rest.ids == [batch.ids[0]]
+    reward(reader, rest)
+    reader.ack(rest.lease)
+    again = reader.take_rows("score", max_rows=2)
+    assert again.ids == [lost]
+    reward(reader, again)
+    reader.ack(again.lease)
+    assert spread.rig.dock._flow.table.get(0).is_complete("reward")
+    assert len(spread.rig.dock._flow.leases) == 0
+
+
+def test_rows_that_come_again_were_taken_away_from_whoever_had_them(spread):
+    reader, other = spread.client("reader"), spread.client("other")
+    spread.generate(1)
+    batch = reader.take("judge", max_groups=1)
+    spread.rig.dock.release(leases_of(spread, "judge")[0])
+    again = other.take("judge", max_groups=1)
+    assert again.ids == batch.ids
+    spread.said.clear()
+    with pytest.raises(StaleLease):
+        reader.put(batch.ids, {"advantage": [0.0] * 2}, batch.lease)
+    assert spread.said == {}
+    other.put(again.ids, {"advantage": [1.0] * 2}, again.lease)
+    other.ack(again.lease)
+    spread.stages["judge"].keep()
+    assert len(spread.rig.dock._flow.leases) == 0
+
+
+def test_who_has_other_rows_of_a_group_that_a_reader_drops_learns_it(spread):
+    reader, other = spread.client("reader"), spread.client("other")
+    spread.generate(1)
+    batch, rest = reader.take_rows("score", max_rows=1), other.take_rows("score", max_rows=1)
+    reader.drop([0], "invalid:empty", batch.lease)
+    with pytest.raises(StaleLease, match="taken away"):
+        other.release(rest.lease)
+    assert reader.take_rows("score", max_rows=1) is None
+
+
+def test_a_drop_that_the_dock_refuses_is_refused_and_what_is_lost_is_known(spread):
+    reader = spread.client("reader")
+    spread.generate(2)
+    batch = reader.take("judge", max_groups=2)
+    spread.rig.client.drop([0], "filtered", None)
+    with pytest.raises(StaleLease):
+        reader.drop([0], "filtered", batch.lease)
+    assert spread.stages["judge"]._lease(batch.lease).revoked == [0]
+    assert spread.rig.dock.ledger.dropped == {"filtered": 1}
+    spread.said.clear()
+    for _ in range(3):
+        spread.stages["judge"].keep()
+    assert spread.said == {"renew": 3}
+    reader.ack(batch.lease)
