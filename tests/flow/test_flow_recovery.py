@@ -70,6 +70,23 @@ def test_a_killed_sampler_trainer_and_dock_cost_time_and_nothing_else(
 
 
 @pytest.mark.slow
+def test_a_killed_controller_of_a_stage_costs_time_and_nothing_else(
+    recipe: Recipe, tmp_path: Path, calm: Path
+) -> None:
+    changes = {**SPLIT, "train__steps": STEPS, "reward__function": SLOW, "dock__controllers": ["reward", "advantage"]}
+    with WatchedRun(recipe(run__dir=str(tmp_path / "stormy"), **changes), tmp_path) as run:
+        run.wait_for_steps(1)
+        for number, stage in enumerate(("reward", "advantage"), 1):
+            run.signal(f"controller-{stage}", signal.SIGKILL)
+            assert run.wait_for("worker_died", number, timeout_s=10)["name"] == f"controller-{stage}"
+        run.wait_for("worker_replaced", 2)
+        assert run.end() == 0
+        assert not run.events("going_back")
+    assert check_whole(tmp_path / "stormy", STEPS) == check_whole(calm, STEPS)
+    assert weights_of(tmp_path / "stormy") == weights_of(calm)
+
+
+@pytest.mark.slow
 def test_a_dock_without_a_journal_sends_the_run_back_to_its_last_cut(
     recipe: Recipe, tmp_path: Path, calm: Path
 ) -> None:

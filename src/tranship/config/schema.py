@@ -384,6 +384,11 @@ class DockConfig(Section):
         description="Slabs made at the start, so that the first writers do not wait for fresh pages.",
     )
 
+    controllers: list[str] = Field(
+        default_factory=list,
+        description="Stages whose controller has a process of its own (placement.runtime=ray), such as [reward]; the "
+        "dock's process has all others. Not those that sample or train.",
+    )
     journal: bool = Field(
         default=True,
         description="Where the dock has a process of its own: another one takes its place when it is killed. Without, "

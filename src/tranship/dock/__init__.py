@@ -21,6 +21,7 @@ from tranship.dock.ledger import Ledger
 from tranship.dock.link import DockLink, DockProxy
 from tranship.dock.messages import Admission, BlockRef, Publish, StageNeeds, Status, Take
 from tranship.dock.policy import feasible
+from tranship.dock.routes import Routes
 from tranship.dock.served import ServedDock
 from tranship.dock.stage_controller import StageController
 from tranship.dock.values import Bfloat16
@@ -44,6 +45,7 @@ __all__ = [
     "Ledger",
     "Publish",
     "Ragged",
+    "Routes",
     "ServedDock",
     "StageController",
     "StageNeeds",

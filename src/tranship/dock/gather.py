@@ -65,7 +65,7 @@ def _gather_by_row(columns: Sequence[tuple[memoryview, Gathered]]) -> bool:
         ordered = chain.from_iterable(zip(*places, strict=True))
         copies = map(_set, cycle(outs), ordered, chain.from_iterable(rows))
         deque(copies, maxlen=0)
-    except (ValueError, NotImplementedError):
+    except (ValueError, RuntimeError):
         return False
     return True
 

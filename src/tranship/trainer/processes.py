@@ -10,11 +10,11 @@ from typing import Any
 from tranship.dock import DockAccess, DockClient, DockLink
 from tranship.dock.frames import new_secret
 from tranship.runtime import Handle, Runtime, RuntimeOptions
+from tranship.trainer.aides import START_S, Aide
 from tranship.trainer.placement import WorkerPlan
 from tranship.trainer.preflight import Report
 from tranship.worker.dock_service import RECONNECT_S
 
-START_S = 600.0
 COORDINATOR = "coordinator"
 _WEIGHT_VERSIONS_KEPT = 3
 
@@ -58,13 +58,33 @@ def start_dock(runtime: Runtime, report: Report, run_id: str, secret: bytes, ado
     return runtime.start("dock", f"tranship.worker.dock_service:{factory}", kwargs, kind="service")
 
 
-def start_warehouse(
-    runtime: Runtime, report: Report, run_id: str, access: DockAccess, node: str, adopt: str | None = None
-) -> Handle:
-    """The warehouse of a node, while it is being built. adopt: the folder that a dead one left there."""
-    kwargs = {"config": report.config, "run_id": run_id, "access": access, "adopt": adopt}
-    name = f"warehouse-{node[:12]}"
-    return runtime.start(name, "tranship.worker.dock_service:WarehouseHost", kwargs, kind="service", node=node)
+def warehouse_aide(runtime: Runtime, report: Report, run_id: str, node: str, access: DockAccess) -> Aide:
+    """The warehouse of a node other than the dock's."""
+
+    def start(left: str | None) -> Handle:
+        kwargs = {"config": report.config, "run_id": run_id, "access": access, "adopt": left}
+        factory, name = "tranship.worker.dock_aides:WarehouseHost", f"warehouse-{node[:12]}"
+        return runtime.start(name, factory, kwargs, kind="service", node=node)
+
+    without = "what lay in its node's memory is made again once the dock has waited for dock.lease_s"
+    return Aide(start, "node_lost", without, lambda: node in runtime.nodes())
+
+
+def controller_aide(runtime: Runtime, report: Report, stage: str, access: DockAccess) -> Aide:
+    """The controller of a stage that has one in a process of its own."""
+
+    def start(left: str | None) -> Handle:
+        kwargs = {
+            "config": report.config,
+            "table": report.table,
+            "stage": stage,
+            "dock": runtime.service_proxy("dock"),
+            "access": access,
+            "address": left,
+        }
+        return runtime.start(f"controller-{stage}", "tranship.worker.dock_aides:ControllerHost", kwargs, kind="service")
+
+    return Aide(start, "controller_lost", f"the dock itself serves the stage {stage} from now on")
 
 
 def dock_client(dock: Handle, report: Report, hear: Callable[[], None]) -> DockClient:

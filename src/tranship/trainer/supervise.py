@@ -2,9 +2,8 @@
 
 A worker that holds nothing but work in hand (a sampler, a reward model of its own) is started again beside the others
 when it dies: what it had goes back to the dock, others go on, and its successor serves once its weights have been
-fetched, verified and probed. A dock with a journal gets a successor too, which goes on where it was, and so does the
-warehouse of another node, as long as the node lives. The death of any other process is told to the run, which goes back
-to its last cut.
+fetched, verified and probed. A dock with a journal gets a successor too, which goes on where it was, and so do the
+processes that help it (`aides`). The death of any other process is told to the run, which goes back to its last cut.
 """
 
 from __future__ import annotations
@@ -21,10 +20,18 @@ from tranship.dock import DockAccess
 from tranship.dock.frames import new_secret
 from tranship.observe import Recorder
 from tranship.runtime import CallTimeout, Handle, Pending, ProcessDied, Runtime
-from tranship.trainer.node_warehouses import NodeWarehouses
+from tranship.trainer.aides import Aide, Aides
 from tranship.trainer.placement import WorkerPlan
 from tranship.trainer.preflight import Report
-from tranship.trainer.processes import START_S, dock_client, dock_name, start_dock, start_worker
+from tranship.trainer.processes import (
+    START_S,
+    controller_aide,
+    dock_client,
+    dock_name,
+    start_dock,
+    start_worker,
+    warehouse_aide,
+)
 from tranship.types import RunError
 from tranship.worker.weights import WeightsReady
 
@@ -79,7 +86,8 @@ class Supervisor:
         self._ready: WeightsReady | None = None
         run_id = dock_name(run_dir, attempt)
         self._dock_of = partial(start_dock, runtime, report, run_id, new_secret())
-        self._warehouses = NodeWarehouses(runtime, report, run_id, recorder, self._find_dock)
+        self._aides = Aides(recorder, report.config.run.max_restarts)
+        self._run_id = run_id
         self._access: DockAccess | None = None
         self._dock_deaths = 0
         self._heard: deque[Exception] = deque()
@@ -87,9 +95,10 @@ class Supervisor:
     def start(self) -> None:
         """Start the dock and the workers; returns when all of them are ready."""
         self._handles = [self._dock_of()]
-        if len(nodes := self._runtime.nodes()) > 1:
+        if make := self._aides_of_dock():
             self._await(0, self._dock_of)
-            self._warehouses.open(nodes[1:])
+            access = self._find_dock()
+            self._aides.start([one(access) for one in make])
         starts = [partial(start_worker, self._runtime, self._report, plan, plan.name) for plan in self._report.workers]
         self._handles += [start() for start in starts]
         for index, start in enumerate([self._dock_of, *starts]):
@@ -134,7 +143,7 @@ class Supervisor:
             self._replace(death)
         for seat in self._seats:
             self._join(seat)
-        self._warehouses.join()
+        self._aides.join()
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """What workers emitted since the last call."""
@@ -143,6 +152,7 @@ class Supervisor:
     def batch_trained(self) -> None:
         """The run has moved on: workers may be started again as often as at its beginning."""
         self._dock_deaths = 0
+        self._aides.batch_trained()
         for seat in self._seats:
             seat.fruitless = 0
 
@@ -240,8 +250,8 @@ class Supervisor:
         if death.name == self._handles[0].name:
             self._replace_dock(death)
             return
-        if death.name in self._warehouses:
-            self._warehouses.replace(death)
+        if death.name in self._aides:
+            self._aides.replace(death)
             return
         seat = next((seat for seat in self._seats if seat.handle.name == death.name), None)
         if seat is None:
@@ -304,11 +314,19 @@ class Supervisor:
         said = f"{dock.name} serves again, after {seconds:.1f} s"
         self._recorder.event("worker_replaced", {"name": dock.name, "pid": dock.pid, "after_s": seconds}, say=said)
 
+    def _aides_of_dock(self) -> list[Callable[[DockAccess], Aide]]:
+        """What helps the dock: a warehouse on each other node, and the controllers that the recipe names."""
+        if self._report.config.placement.runtime == "inline":
+            return []
+        who = self._runtime, self._report
+        warehouses = [partial(warehouse_aide, *who, self._run_id, node) for node in self._runtime.nodes()[1:]]
+        return [*warehouses, *(partial(controller_aide, *who, stage) for stage in self._report.config.dock.controllers)]
+
     def _find_dock(self) -> DockAccess:
         return self._handles[0].call("access", timeout_s=START_S)
 
     def _all_handles(self) -> list[Handle]:
-        return [*self._handles, *self._warehouses.handles]
+        return [*self._handles, *self._aides.handles]
 
     def _join(self, seat: _Seat) -> None:
         """Take a successor through what it needs before it serves."""

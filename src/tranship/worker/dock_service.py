@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from tranship.config import Config
-from tranship.dock import Dock, DockAccess, DockClient, DockProxy, Keeper, ServedDock, StageNeeds
+from tranship.dock import Dock, DockAccess, DockClient, DockProxy, Routes, ServedDock, StageNeeds
 from tranship.dock.take_policy import FIRST_COME, policy_of
 from tranship.runtime import Context, ServiceProxy
 from tranship.stages import StageSpec
 from tranship.types import UserError
 
 _ON_EVERY_SAMPLER = ("rollout", "reward")
+_AT_HOME = ("rollout", "recorded", "train", "validate")
 
 # A process of the run waits so long for a dock whose process died: it is started again, or the run ends.
 RECONNECT_S = 120.0
@@ -64,6 +66,7 @@ def stage_needs(config: Config, table: tuple[StageSpec, ...]) -> list[StageNeeds
             f"dock.policies.train={policies['train']}: train takes the batches that the staleness bound chooses, "
             "whatever the policy: leave it out (run.deterministic=true makes them the groups in order)"
         )
+    check_controllers(config, names)
     needs = []
     for stage in table:
         policy = policies.get(stage.name, FIRST_COME)
@@ -76,6 +79,26 @@ def stage_needs(config: Config, table: tuple[StageSpec, ...]) -> list[StageNeeds
         needs.append(StageNeeds(stage.name, stage.reads, policy=policy, readers=readers))
         policy_of(needs[-1], f"dock.policies.{stage.name}")
     return needs
+
+
+def check_controllers(config: Config, names: list[str]) -> None:
+    """UserError for a stage whose controller cannot have a process of its own."""
+    controllers = config.dock.controllers
+    if controllers and config.placement.runtime == "inline":
+        raise UserError(f"dock.controllers={controllers}: one process has one dock; set placement.runtime=ray")
+    for stage in controllers:
+        if stage not in names:
+            raise UserError(
+                f"dock.controllers: no stage is called {stage!r}; those of {config.algorithm.name} are: "
+                + ", ".join(names)
+            )
+        if stage in _AT_HOME:
+            raise UserError(
+                f"dock.controllers: {stage} keeps its controller in the dock, which holds it to the staleness bound: "
+                "leave it out"
+            )
+    if len(set(controllers)) < len(controllers):
+        raise UserError(f"dock.controllers={controllers}: name each stage once")
 
 
 class DockHost:
@@ -96,8 +119,10 @@ class DockHost:
         context: Context,
     ) -> None:
         addresses = ["unix:", f"tcp:{context.host}:0"] if across else ["unix:"]
+        self._controllers: dict[str, str] = {}
         if adopt is not None:
             addresses = list(adopt.addresses)
+            self._controllers |= adopt.controllers
         self._served = ServedDock(
             lambda clock, folder: make_dock(config, table, run_id, shared=True, clock=clock, adopt=folder),
             addresses,
@@ -109,36 +134,16 @@ class DockHost:
         )
 
     def access(self) -> DockAccess:
-        """What other processes need to reach it."""
-        return self._served.access
+        """What other processes need to reach it, and the controllers that it has been told of."""
+        return replace(self._served.access, controllers=dict(self._controllers))
+
+    def register(self, stage: str, address: str) -> None:
+        """A stage's controller serves at an address."""
+        self._controllers[stage] = address
 
     def close(self) -> None:
         """Stop serving, and remove the payload."""
         self._served.close()
-
-
-class WarehouseHost:
-    """The process of the warehouse of a node other than the dock's. adopt: the folder that another one left there."""
-
-    def __init__(self, config: Config, run_id: str, access: DockAccess, adopt: str | None, context: Context) -> None:
-        self._keeper = Keeper(
-            access.address(context.node),
-            access.secret,
-            context.node,
-            run_id=run_id,
-            lease_s=config.dock.lease_s,
-            host=context.host,
-            adopt=None if adopt is None else Path(adopt),
-            reconnect_s=RECONNECT_S,
-        )
-
-    def folder(self) -> str:
-        """Where its slabs are, on its node."""
-        return str(self._keeper.folder)
-
-    def close(self) -> None:
-        """Remove what it keeps."""
-        self._keeper.close()
 
 
 class DockConnection:
@@ -147,6 +152,7 @@ class DockConnection:
     def __init__(self, dock: ServiceProxy, config: Config, context: Context) -> None:
         wait_s = config.dock.lease_s
         self._proxy: DockProxy | None = None
+        self._routes: Routes | None = None
         if config.placement.runtime == "inline":
             self.client = DockClient(dock.call, context.name, wait_s=wait_s, seen_seq=lambda _: dock.seen_seq)
             dock.watch(context.wakeup)
@@ -154,18 +160,27 @@ class DockConnection:
         access: DockAccess = dock.call("access")
         address = access.address(context.node)
         self._proxy = proxy = DockProxy(address, access.secret, context.name, reconnect_s=RECONNECT_S)
+        if access.controllers:
+            self._routes = Routes(
+                proxy.call, access.controllers, access.secret, context.name, home_seq=lambda: proxy.seen_seq
+            )
         self.client = DockClient.over(
             proxy,
             access.secret,
             context.name,
             wait_s=wait_s,
             node=context.node,
+            routes=self._routes,
             seen_seq=lambda _: proxy.seen_seq,
         )
         proxy.watch(context.wakeup)
+        if self._routes is not None:
+            self._routes.watch(context.wakeup)
 
     def close(self) -> None:
         """Forget the mappings of this process, and end its connections; the dock stays."""
         self.client.close()
+        if self._routes is not None:
+            self._routes.close()
         if self._proxy is not None:
             self._proxy.close()

@@ -53,7 +53,7 @@ class FakeHandle:
             "timings": {"rollout": 1.0, "rss_bytes": 10.0},
             "pieces": f"pieces of {name}",
             "access": f"the way to process {pid}",
-            "folder": f"the folder of {name}",
+            "left": f"what {name} left",
         }
         self.late: set[str] = set()
         self.dead: ProcessDied | None = None
@@ -90,6 +90,7 @@ class FakeRuntime:
         self.born_dead: set[str] = set()
         self.late_when_new: set[str] = set()
         self.has_second = False
+        self.has_controller = False
 
     def start(self, name: str, factory: str, kwargs: dict[str, Any], **options: Any) -> FakeHandle:
         handle = FakeHandle(name, 100 + len(self.started))
@@ -168,7 +169,7 @@ def supervisor(runtime: FakeRuntime, recorder: FakeRecorder, monkeypatch: pytest
     config = SimpleNamespace(
         placement=SimpleNamespace(runtime="ray", ray_address=None),
         run=SimpleNamespace(max_restarts=2),
-        dock=SimpleNamespace(lease_s=60.0, journal=True),
+        dock=SimpleNamespace(lease_s=60.0, journal=True, controllers=["reward"] if runtime.has_controller else []),
     )
     report: Any = SimpleNamespace(
         config=config, table=(), workers=PLANS, num_threads=1, device="cpu", spec=lambda plan: plan.name
@@ -384,12 +385,12 @@ class TestWarehouses:
         self, runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder
     ) -> None:
         first = runtime.of("warehouse-second")
-        runtime.late_when_new = {"folder"}
+        runtime.late_when_new = {"left"}
         runtime.kill("warehouse-second")
         supervisor.poll(0.1)
         second = runtime.of("warehouse-second")
         assert first.stopped
-        assert second.kwargs == {**first.kwargs, "adopt": "the folder of warehouse-second"}
+        assert second.kwargs == {**first.kwargs, "adopt": "what warehouse-second left"}
         assert recorder.events[-1][0] == "worker_died"
         second.late.clear()
         supervisor.poll(0.1)
@@ -421,3 +422,28 @@ class TestWarehouses:
         supervisor.start()
         assert [kind for kind, _ in recorder.events[-2:]] == ["node_lost", "processes"]
         assert "warehouse-second" not in recorder.events[-1][1]["pids"]
+
+
+@pytest.fixture
+def with_controller(runtime: FakeRuntime) -> None:
+    """The recipe gives the stage reward a controller of its own. Asked for before `supervisor`."""
+    runtime.has_controller = True
+
+
+@pytest.mark.usefixtures("with_controller")
+def test_a_stages_controller_is_there_before_the_workers_and_is_replaced_where_it_served(
+    runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder
+) -> None:
+    assert [handle.name for handle in runtime.started][:3] == ["dock", "controller-reward", "trainer"]
+    assert runtime.of("controller-reward").kwargs["address"] is None
+    runtime.kill("controller-reward")
+    supervisor.poll(0.1)
+    assert runtime.of("controller-reward").kwargs["address"] == "what controller-reward left"
+    assert [kind for kind, _ in recorder.events[-2:]] == ["worker_died", "worker_replaced"]
+    for _ in range(2):
+        runtime.kill("controller-reward")
+        supervisor.poll(0.1)
+    assert recorder.events[-1][0] == "controller_lost"
+    supervisor.batch_trained()
+    supervisor.end()
+    assert all(handle.stopped for handle in runtime.started)
