@@ -70,9 +70,7 @@ def test_a_killed_sampler_trainer_and_dock_cost_time_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_a_killed_controller_of_a_stage_costs_time_and_nothing_else(
-    recipe: Recipe, tmp_path: Path, calm: Path
-) -> None:
+def test_a_killed_controller_of_a_stage_costs_time_and_nothing_else(recipe: Recipe, tmp_path: Path, calm: Path) -> None:
     changes = {**SPLIT, "train__steps": STEPS, "reward__function": SLOW, "dock__controllers": ["reward", "advantage"]}
     with WatchedRun(recipe(run__dir=str(tmp_path / "stormy"), **changes), tmp_path) as run:
         run.wait_for_steps(1)

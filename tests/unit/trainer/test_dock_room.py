@@ -149,3 +149,17 @@ def test_a_batch_of_the_longest_responses_takes_no_more_than_was_said(slab: int)
     assert batch is not None
     assert dock.memory_use().busy_bytes > 0.4 * batch_bytes(config, table, prompt)
     dock.close()
+
+
+@pytest.mark.parametrize(
+    ("controllers", "said"),
+    [
+        (["rewards"], "no stage is called 'rewards'; those of grpo are: rollout, reward, advantage"),
+        (["rollout"], "rollout keeps its controller in the dock, which holds it to the staleness bound"),
+        (["reward", "reward"], "name each stage once"),
+    ],
+)
+def test_a_controller_that_cannot_be_elsewhere_is_refused(controllers: list[str], said: str) -> None:
+    config = config_of(controllers=controllers)
+    with pytest.raises(UserError, match=said):
+        stage_needs(config, stage_table(config.algorithm))
