@@ -58,6 +58,32 @@ def test_abort_and_partials(make_rollout):
         assert np.array_equal(response.logprobs[:kept], partials[sample].logprobs)
 
 
+def test_peek_shows_what_running_samples_have_and_changes_nothing(make_rollout):
+    calm = run(make_rollout(ignore_eos=True), group(0, 3))
+    engine = make_rollout(ignore_eos=True)
+    starts = dict.fromkeys([SampleId(0, 0), SampleId(0, 2), SampleId(9, 0)], 0)
+    engine.submit(group(0, 3))
+    assert engine.peek(starts) == [], "samples that wait have nothing yet"
+    seen = {SampleId(0, 0): [], SampleId(0, 2): []}
+    done = {}
+    while engine.num_unfinished:
+        done |= {response.sample: response for response in engine.step()}
+        for response in engine.peek(starts):
+            assert response.finish_reason == "abort"
+            assert len(response.token_ids) > 0
+            assert response.sample not in done
+            seen[response.sample].append(response)
+            starts[response.sample] += len(response.token_ids)
+        assert engine.peek(starts) == []
+    for sample, parts in seen.items():
+        assert len(parts) > 10, "it is seen as it grows"
+        shown = starts[sample]
+        assert np.array_equal(np.concatenate([p.token_ids for p in parts]), calm[sample].token_ids[:shown])
+        assert np.array_equal(np.concatenate([p.logprobs for p in parts]), done[sample].logprobs[:shown])
+    for sample, response in done.items():
+        assert np.array_equal(response.token_ids, calm[sample].token_ids)
+
+
 def test_pieces_cover_the_model_once(make_rollout, rollout_folders):
     engine = make_rollout(version=-1)
     assert engine.policy_version == -1

@@ -15,6 +15,7 @@ from typer.exceptions import TyperException
 from tranship.cli.evaluate import evaluate
 from tranship.cli.ledger import ledger
 from tranship.cli.models import models
+from tranship.cli.serve import serve
 from tranship.cli.show import shown
 from tranship.cli.threads import let_idle_threads_sleep
 from tranship.config import load
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.add_typer(models, name="model")
 app.command("eval")(evaluate)
 app.command("ledger")(ledger)
+app.command("serve")(serve)
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.", show_default=False)]
 Overrides = Annotated[

@@ -1,5 +1,5 @@
 """Rollout engines: the protocol, the table, and the implementations."""
 
-from tranship.rollout.engine import ROLLOUT_ENGINES, Capabilities, GroupRequest, RolloutEngine
+from tranship.rollout.engine import ROLLOUT_ENGINES, Capabilities, GroupRequest, RolloutEngine, SamplesFailed
 
-__all__ = ["ROLLOUT_ENGINES", "Capabilities", "GroupRequest", "RolloutEngine"]
+__all__ = ["ROLLOUT_ENGINES", "Capabilities", "GroupRequest", "RolloutEngine", "SamplesFailed"]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tranship.layouts.pieces import Piece
-from tranship.types import Response, SampleId, Sampling
+from tranship.types import Response, RunError, SampleId, Sampling
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,14 @@ class Capabilities:
 
     deterministic: bool
     partial_rollout: bool
+
+
+class SamplesFailed(RunError):
+    """A step could not go on with `samples`: the engine has dropped them, the others are not touched."""
+
+    def __init__(self, message: str, samples: Sequence[SampleId]) -> None:
+        super().__init__(message)
+        self.samples = tuple(samples)
 
 
 class RolloutEngine(Protocol):
@@ -65,7 +73,13 @@ class RolloutEngine(Protocol):
 
     def step(self) -> list[Response]:
         """One iteration: admit waiting requests (prefill), decode one token of each running sample; returns the
-        samples that finished. Does nothing when there is nothing to do."""
+        samples that finished. Does nothing when there is nothing to do. Raises SamplesFailed for those whose logits
+        are not finite; what else finished in that step is returned by the next one."""
+        ...
+
+    def peek(self, starts: Mapping[SampleId, int]) -> list[Response]:
+        """What running samples have made beyond their first starts[sample] tokens, finish_reason "abort" as if they
+        stopped here; they go on. Left out are samples that have nothing more, that wait, or that are not known."""
         ...
 
     def abort(self, samples: Sequence[SampleId] | None = None) -> list[Response]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,12 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """folder: a Hugging Face folder. run_dir: the run that left it; None where it comes from no run of ours."""
+    """folder: a Hugging Face folder. run_dir: the run that left it; None where it comes from no run of ours.
+    policy_version: the batches that it was trained on by that run; 0 where nothing says so."""
 
     folder: Path
     run_dir: Path | None = None
+    policy_version: int = 0
 
 
 def find_model(argument: str) -> TrainedModel:
@@ -28,22 +31,22 @@ def find_model(argument: str) -> TrainedModel:
     path = Path(argument).expanduser()
     if not path.is_dir() or (path / "config.json").is_file():
         folder = locate(argument)
-        return TrainedModel(folder, _run_of(folder))
+        return _model(folder)
     if (path / "state.json").is_file():
         if not (path / "model" / "config.json").is_file():
             raise UserError(f"the checkpoint {path} has no model in it: use another one of the run, or RUN/model")
-        return TrainedModel(path / "model", _run_of(path.parent))
+        return _model(path / "model")
     if not (path / "config.yaml").is_file() and not (path / "checkpoints").is_dir():
         raise UserError(
             f"{path} holds neither a model (config.json), nor a run (config.yaml), nor a checkpoint (state.json): give "
             "one of them, or a model's name"
         )
     if (path / "model" / "config.json").is_file():
-        return TrainedModel(path / "model", path)
+        return _model(path / "model")
     cut = read_latest(path)
     if cut is None:
         raise UserError(f"the run {path} has left no model yet (no {path / 'model'}, no checkpoint): wait for one")
-    return TrainedModel(cut.folder / "model", path)
+    return _model(cut.folder / "model")
 
 
 def weights_digest(folder: Path) -> str:
@@ -55,6 +58,25 @@ def weights_digest(folder: Path) -> str:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+def _model(folder: Path) -> TrainedModel:
+    run_dir = _run_of(folder)
+    return TrainedModel(folder, run_dir, 0 if run_dir is None else _version(folder))
+
+
+def _version(folder: Path) -> int:
+    """The policy version of a checkpoint, of RUN/best, or of RUN/model, which is there once its run has completed."""
+    parent = folder.resolve().parent
+    for file, key in (
+        (folder / "best.json", "step"),
+        (parent / "state.json", "version"),
+        (parent / "summary.json", "steps"),
+    ):
+        if file.is_file():
+            value = json.loads(file.read_text()).get(key)
+            return value if isinstance(value, int) else 0
+    return 0
 
 
 def _run_of(folder: Path) -> Path | None:

@@ -7,7 +7,7 @@ prefilled once for its group, stored once, and read once for all samples of the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tranship.layouts.pieces import Piece
-from tranship.rollout.engine import Capabilities, GroupRequest
+from tranship.rollout.engine import Capabilities, GroupRequest, SamplesFailed
 from tranship.rollout.native.batch import Batch
 from tranship.rollout.native.model import Chunk, Model
 from tranship.rollout.native.requests import Group, make_group
@@ -124,8 +124,7 @@ class NativeEngine:
 
     @_exact_inference()
     def step(self) -> list[Response]:
-        """See `RolloutEngine.step`. Raises RunError naming samples whose logits are not finite; they are dropped, and
-        the next step goes on with the others (and returns what finished in this one)."""
+        """See `RolloutEngine.step`."""
         assert not self._updating, "a step between begin_update and finish_update"
         failed: list[SampleId] = []
         if self._batch.slots.count or self._queue:
@@ -140,6 +139,9 @@ class NativeEngine:
         finished, self._ended = self._ended, []
         self._names.difference_update(response.sample for response in finished)
         return finished
+
+    def peek(self, starts: Mapping[SampleId, int]) -> list[Response]:
+        return self._batch.slots.beyond(starts)
 
     @torch.inference_mode()
     def abort(self, samples: Sequence[SampleId] | None = None) -> list[Response]:
@@ -224,9 +226,10 @@ def _check_deterministic(dtype: str, device: torch.device) -> None:
         )
 
 
-def _not_finite(names: Sequence[SampleId], version: int) -> RunError:
+def _not_finite(names: Sequence[SampleId], version: int) -> SamplesFailed:
     shown = ", ".join(str(tuple(name)) for name in names[:4]) + (" ..." if len(names) > 4 else "")
-    return RunError(
+    return SamplesFailed(
         f"logits are not finite at policy version {version} for {len(names)} samples "
-        f"(group, sample, attempt): {shown}: check the weights of that version"
+        f"(group, sample, attempt): {shown}: check the weights of that version",
+        names,
     )

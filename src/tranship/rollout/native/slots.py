@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from tranship.rollout.native.cache import PromptRow
@@ -112,9 +114,18 @@ class Slots:
         """Why an ended slot ended: an end token on the last allowed place is "stop"."""
         return "stop" if self.text_ended[slot] or self._at_end(np.array([slot]))[0] else "length"
 
-    def response(self, slot: int, reason: FinishReason) -> Response:
-        """A copy of what a slot has."""
-        row = (slot, slice(0, self.length[slot]))
+    def beyond(self, starts: Mapping[SampleId, int]) -> list[Response]:
+        """What the slots of these samples have beyond so many tokens, where they have more."""
+        found = []
+        for slot, name in enumerate(self.names):
+            start = starts.get(name)
+            if start is not None and self.length[slot] > start:
+                found.append(self.response(slot, "abort", start))
+        return found
+
+    def response(self, slot: int, reason: FinishReason, start: int = 0) -> Response:
+        """A copy of what a slot has from token `start` on."""
+        row = (slot, slice(start, self.length[slot]))
         return Response(
             self.names[slot], self.tokens[row].copy(), self.logprobs[row].copy(), self.versions[row].copy(), reason
         )

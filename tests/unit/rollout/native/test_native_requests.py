@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tranship.types import Response, RunError, SampleId, UserError
+from tranship.rollout import SamplesFailed
+from tranship.types import Response, SampleId, UserError
 
 
 def test_seeds_differ_within_a_group_and_repeat_across_runs(lab):
@@ -156,8 +157,9 @@ def test_broken_weights_drop_the_samples_that_met_them_by_name(lab):
     engine.begin_update()
     engine.storage("norm").fill_(float("nan"))
     engine.finish_update(3)
-    with pytest.raises(RunError, match=r"not finite at policy version 3.*\(0, 0, 0\)"):
+    with pytest.raises(SamplesFailed, match=r"not finite at policy version 3.*\(0, 0, 0\)") as failed:
         engine.step()
+    assert set(failed.value.samples) == {SampleId(0, 0), SampleId(0, 1)}
     assert engine.num_unfinished == 0
 
 
@@ -171,8 +173,9 @@ def test_a_token_with_a_broken_embedding_fails_alone(lab):
     engine.submit(lab.group(0, good, top_k=1))
     engine.submit(lab.group(2, good, count=1, max_response_tokens=1))
     engine.submit(lab.group(1, bad, count=1))
-    with pytest.raises(RunError, match=r"\(1, 0, 0\)"):
+    with pytest.raises(SamplesFailed, match=r"\(1, 0, 0\)") as failed:
         engine.step()
+    assert failed.value.samples == (SampleId(1, 0),)
     done = lab.run(engine)
     assert len(done.pop(SampleId(2, 0)).token_ids) == 1
     alone = lab.run(lab.engine(folder), lab.group(0, good, top_k=1))
