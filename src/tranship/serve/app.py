@@ -77,7 +77,8 @@ class Endpoint:
 
     async def _health(self, request: HttpRequest) -> Response:
         alive = self._runner.alive
-        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+        facts = {"status": "ok" if alive else "stopped", "num_unfinished": self._runner.num_unfinished}
+        return JSONResponse(facts, 200 if alive else 503)
 
     async def _models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})

@@ -68,8 +68,6 @@ def load_served(folder: Path, name: str, settings: EngineSettings, policy_versio
         raise UserError(f"--max-tokens {max_tokens} exceeds the model's context of {info.context_length}: lower it")
     settings = _resolved(settings)
     torch.set_num_threads(settings.threads or 1)
-    if settings.deterministic:
-        torch.use_deterministic_algorithms(True)
     tokenizer = load_tokenizer(folder)
     engine_class = resolve(settings.engine, ROLLOUT_ENGINES, "--engine")
     engine: RolloutEngine = engine_class(
@@ -88,6 +86,8 @@ def load_served(folder: Path, name: str, settings: EngineSettings, policy_versio
             f"--deterministic: the engine {settings.engine!r} on {settings.device} cannot repeat bit for bit: use "
             "--engine native on a CPU, or leave it out"
         )
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True)
     load_folder(engine, folder, policy_version)
     return Served(name, info, tokenizer, engine, max_tokens, settings)
 
