@@ -16,27 +16,42 @@ import numpy as np
 
 from tranship.serve.runner import Part
 from tranship.serve.text import Decode, GrowingText, TokenTexts
+from tranship.serve.tool_calls import GrowingCalls
 
 
 @dataclass
 class Piece:
-    """What one part adds to a choice. offsets: where each token's text begins in the text of the choice."""
+    """What one part adds to a choice. offsets: where each token's text begins in the text of the choice. calls: of
+    tools, in OpenAI's form."""
 
     part: Part
     text: str
     offsets: list[int] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the choice ended; None: it goes on."""
+        return "tool_calls" if self.calls and self.part.finish_reason == "stop" else self.part.finish_reason
 
 
 class Choices:
-    """The samples of one request as their parts come in. prompts: int32 [P] each, samples_each of every one."""
+    """The samples of one request as their parts come in. prompts: int32 [P] each, samples_each of every one.
+    with_tools: calls of tools are read out of the texts."""
 
     def __init__(
-        self, prompts: Sequence[np.ndarray], samples_each: int, decode: Decode, stop_strings: Sequence[str]
+        self,
+        prompts: Sequence[np.ndarray],
+        samples_each: int,
+        decode: Decode,
+        stop_strings: Sequence[str],
+        with_tools: bool = False,
     ) -> None:
         self.prompts = prompts
         self.num = len(prompts) * samples_each
         self._samples_each = samples_each
         self._texts = [GrowingText(decode, stop_strings) for _ in range(self.num)]
+        self._calls = [GrowingCalls() for _ in range(self.num if with_tools else 0)]
         self.num_tokens = 0
         self.num_done = 0
 
@@ -52,7 +67,10 @@ class Choices:
         text = self._texts[part.index]
         ids = part.token_ids.tolist()
         if not offsets:
-            return Piece(part, text.push(ids, last))
+            piece = Piece(part, text.push(ids, last))
+            if self._calls:
+                piece.text, piece.calls = self._calls[part.index].push(piece.text, last)
+            return piece
         piece = Piece(part, "")
         for place, token in enumerate(ids):
             piece.offsets.append(text.length)
@@ -126,7 +144,7 @@ class CompletionStyle(Style):
             "index": piece.part.index,
             "text": piece.text,
             "logprobs": self._logprobs(piece) if self.want_logprobs else None,
-            "finish_reason": piece.part.finish_reason,
+            "finish_reason": piece.finish_reason,
         }
         if self.want_ids:
             choice["token_ids"] = piece.part.token_ids.tolist()
@@ -151,7 +169,7 @@ class ChatStyle(Style):
         answer = {
             **self.head("chat.completion", "chatcmpl", oldest(pieces)),
             "choices": [
-                self._choice(piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
+                self._choice(piece, "message", {"role": "assistant", "refusal": None, **_said(piece)})
                 for piece in pieces
             ],
             "usage": choices.usage(),
@@ -168,7 +186,10 @@ class ChatStyle(Style):
 
     def chunk(self, piece: Piece, choices: Choices, first: bool) -> dict[str, Any]:
         """What a part adds."""
-        choice = self._choice(piece, "delta", {"content": piece.text})
+        delta: dict[str, Any] = {"content": piece.text}
+        if piece.calls:
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(piece.calls)]
+        choice = self._choice(piece, "delta", delta)
         return {**self.head("chat.completion.chunk", "chatcmpl", oldest([piece])), "choices": [choice]}
 
     def end(self, choices: Choices, version: int) -> dict[str, Any]:
@@ -183,7 +204,7 @@ class ChatStyle(Style):
             "index": piece.part.index,
             name: said,
             "logprobs": self._logprobs(piece) if self.want_logprobs else None,
-            "finish_reason": piece.part.finish_reason,
+            "finish_reason": piece.finish_reason,
         }
         return choice | ({"token_ids": piece.part.token_ids.tolist()} if self.want_ids else {})
 
@@ -198,6 +219,12 @@ class ChatStyle(Style):
             for token, logprob in zip(piece.part.token_ids, piece.part.logprobs, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+
+def _said(piece: Piece) -> dict[str, Any]:
+    if not piece.calls:
+        return {"content": piece.text}
+    return {"content": piece.text or None, "tool_calls": piece.calls}
 
 
 def oldest(pieces: Sequence[Piece]) -> int:

@@ -123,7 +123,7 @@ class Endpoint:
         asked = await self._read(request, ChatRequest)
         prompt, cap = self._prompts.of_chat(asked)
         style = ChatStyle(self._served.name, self._tokens, bool(asked.logprobs), asked.return_token_ids)
-        return await self._answer(request, asked, [prompt], cap, style)
+        return await self._answer(request, asked, [prompt], cap, style, with_tools=bool(asked.offered_tools))
 
     async def _answer(
         self,
@@ -132,10 +132,11 @@ class Endpoint:
         prompts: Sequence[np.ndarray],
         cap: int,
         style: CompletionStyle | ChatStyle,
+        with_tools: bool = False,
     ) -> Response:
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         decode = decoder(self._served.tokenizer, skip_special_tokens=asked.skip_special_tokens)
-        choices = Choices(prompts, asked.num_samples, decode, asked.stop_strings)
+        choices = Choices(prompts, asked.num_samples, decode, asked.stop_strings, with_tools)
         ticket = self._runner.submit(prompts, asked.num_samples, seed, asked.sampling(cap), streamed=bool(asked.stream))
         handed_over = False
         try:

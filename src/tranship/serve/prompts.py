@@ -49,7 +49,7 @@ class Prompts:
             if asked.chat_template_kwargs:
                 encoder = PromptEncoder(self._tokenizer, template_args=asked.chat_template_kwargs)
             messages = to_messages([_with_text(message) for message in asked.messages], "messages", "the request")
-            ids = encoder.encode(messages)
+            ids = encoder.encode(messages, asked.offered_tools)
         except UserError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
         cap = self._max_tokens - len(ids) if asked.cap is None else asked.cap

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from tranship.serve.errors import ApiError
+from tranship.serve.tool_calls import check_tools
 from tranship.types import Sampling
 
 MOST_SAMPLES = 1024
@@ -133,13 +134,12 @@ class CompletionRequest(Request):
 
 
 class ChatRequest(Request):
-    """A body of /v1/chat/completions. chat_template_kwargs: further variables of the chat template."""
+    """A body of /v1/chat/completions. chat_template_kwargs: further variables of the chat template. tool_choice "none":
+    the template is told of no tool, and no call is read."""
 
     ONLY = Request.ONLY | {
         "top_logprobs": (0,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (),
+        "parallel_tool_calls": (True,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},),
@@ -156,7 +156,19 @@ class ChatRequest(Request):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _possible_tools(self) -> Self:
+        if self.tool_choice not in (None, "none", "auto"):
+            remedy = 'no call can be forced: give "auto" or "none"'
+            about = _about("tool_choice", remedy)
+            raise PydanticCustomError("unsupported", "{field} is not supported: {remedy}", about)
+        if wrong := check_tools(self.tools or ()):
+            raise PydanticCustomError("invalid", "{field}: {remedy}", _about("tools", wrong))
+        return self
 
     @model_validator(mode="after")
     def _one_cap(self) -> Self:
@@ -167,6 +179,11 @@ class ChatRequest(Request):
                 _about("max_completion_tokens", "give one of them"),
             )
         return self
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else list(self.tools or ())
 
     @property
     def cap(self) -> int | None:
@@ -181,6 +198,8 @@ def parse(kind: type[R], body: bytes) -> R:
     """The request in a body. Raises ApiError naming the first field that is wrong."""
     try:
         values = json.loads(body)
+        if b"\\ud" in body.lower():
+            json.dumps(values, ensure_ascii=False).encode()  # Half a surrogate pair is no text.
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(values, dict):

@@ -176,9 +176,11 @@ class Runner:
             try:
                 self._engine.submit(request)
             except UserError as error:
-                for sample in request.samples:
-                    del self._owner[sample], ticket.sent[sample]
                 self._fail(ticket, ApiError(400, str(error), code="invalid_value"))
+                return
+            except Exception as error:
+                traceback.print_exc(file=sys.stderr)
+                self._fail(ticket, _broken(error))
                 return
         self._outbox.append((ticket, None))
 

@@ -12,6 +12,7 @@ from tranship.serve.requests import ChatRequest, CompletionRequest, parse
 from tranship.types import Sampling
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+SURROGATE = rb'{"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}'
 COMPLETION = {"model": "m", "prompt": "hi"}
 
 
@@ -108,7 +109,7 @@ def test_further_logprobs_of_completions_are_refused() -> None:
     assert (refused.value.param, refused.value.code) == ("logprobs", "unsupported_parameter")
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b'{"messages": []}'])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b'{"messages": []}', SURROGATE])
 def test_bodies_that_are_no_request(body: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         parse(ChatRequest, body)
