@@ -168,7 +168,7 @@ class Desk:
             assert program in OTHER_PROGRAMS, f"{block}: {program} is not checked: mark the block as not run, with why"
 
     def _tranship(self, arguments: list[str], block: Block, really: bool) -> None:
-        heavy = {"train", "check", "eval", "bench"}
+        heavy = {"train", "check", "eval", "bench", "serve"}
         command = arguments[0] if arguments else ""
         if really:
             self._execute(["tranship", *arguments], block)
@@ -200,7 +200,8 @@ class Desk:
     @contextlib.contextmanager
     def _at_desk(self) -> Iterator[None]:
         with contextlib.chdir(self.folder), pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRANSHIP_CACHE", self.env["TRANSHIP_CACHE"])
+            for name in ("TRANSHIP_CACHE", "PATH"):
+                patch.setenv(name, self.env[name])
             yield
 
     def _say(self, arguments: list[str], block: Block) -> str:
@@ -277,6 +278,7 @@ def test_blocks_are_found_with_their_comments_and_lines() -> None:
         ("bash", "tranship eval runs/demo --sample-count 4", ""),
         ("bash", "tranship eval runs/demo data.val.limits=3", ""),
         ("bash", "tranship eval smollm2-135m --recipe recipes/none.yaml", ""),
+        ("bash", "tranship serve runs/demo --prot 8001", ""),
         ("bash", "tranship bench nothing-like-it", ""),
         ("bash", "make sense", ""),
         ("bash", "sail away", ""),
