@@ -60,9 +60,9 @@ def serve(
         bool, typer.Option("--deterministic", help="Answers do not depend, to the bit, on what else is asked.")
     ] = False,
 ) -> int:
-    """Serve a model by OpenAI's API: completions and chat, streams, log-probs, token ids.
+    """Answer requests of OpenAI's API with a model.
 
-    Listens on this machine alone unless told otherwise. Ctrl-C ends it.
+    Completions and chat, streams, log-probs, token ids. Listens on this machine alone unless told otherwise.
     """
     missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
     if missing:

@@ -9,6 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ _CLOSED = 499
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 R = TypeVar("R", bound=Request)
+T = TypeVar("T")
 
 
 class Endpoint:
@@ -42,7 +44,9 @@ class Endpoint:
         self._runner = runner
         self._token = token.encode()
         self._started = int(time.time())
-        self._prompts = Prompts(served.tokenizer, served.max_tokens)
+        self._prompts = Prompts(served.prompt_tokenizer, served.max_tokens)
+        # One thread: long prompts must not hold up the others' answers, and the tokenizer is not for several.
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._tokens = TokenTexts(decoder(served.tokenizer, skip_special_tokens=False))
 
     def app(self) -> Starlette:
@@ -112,16 +116,19 @@ class Endpoint:
         self._check_model(asked.model)
         return asked
 
+    async def _encoded(self, work: Callable[[R], T], asked: R) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, work, asked)
+
     async def _completions(self, request: HttpRequest) -> Response:
         asked = await self._read(request, CompletionRequest)
-        prompts, cap = self._prompts.of_completion(asked)
+        prompts, cap = await self._encoded(self._prompts.of_completion, asked)
         wanted = asked.logprobs is not None
         style = CompletionStyle(self._served.name, self._tokens, wanted, asked.return_token_ids, want_offsets=wanted)
         return await self._answer(request, asked, prompts, cap, style)
 
     async def _chat(self, request: HttpRequest) -> Response:
         asked = await self._read(request, ChatRequest)
-        prompt, cap = self._prompts.of_chat(asked)
+        prompt, cap = await self._encoded(self._prompts.of_chat, asked)
         style = ChatStyle(self._served.name, self._tokens, bool(asked.logprobs), asked.return_token_ids)
         return await self._answer(request, asked, [prompt], cap, style, with_tools=bool(asked.offered_tools))
 
@@ -184,9 +191,6 @@ class Endpoint:
             yield _event(error.body())
         finally:
             self._runner.cancel(ticket)
-
-
-T = TypeVar("T")
 
 
 async def _while_connected(request: HttpRequest, work: Awaitable[T]) -> T:

@@ -36,11 +36,16 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Served:
-    """A model that can be asked. name: what requests call it. max_tokens: its context as served."""
+    """A model that can be asked. name: what requests call it. max_tokens: its context as served.
+
+    tokenizer makes texts, prompt_tokenizer token ids; the engine has one of its own. They work in different threads,
+    and a tokenizer keeps its last settings in itself.
+    """
 
     name: str
     info: ModelInfo
     tokenizer: PreTrainedTokenizerBase
+    prompt_tokenizer: PreTrainedTokenizerBase
     engine: RolloutEngine
     max_tokens: int
     settings: EngineSettings
@@ -68,7 +73,7 @@ def load_served(folder: Path, name: str, settings: EngineSettings, policy_versio
         raise UserError(f"--max-tokens {max_tokens} exceeds the model's context of {info.context_length}: lower it")
     settings = _resolved(settings)
     torch.set_num_threads(settings.threads or 1)
-    tokenizer = load_tokenizer(folder)
+    tokenizer, prompt_tokenizer, engine_tokenizer = (load_tokenizer(folder) for _ in range(3))
     engine_class = resolve(settings.engine, ROLLOUT_ENGINES, "--engine")
     engine: RolloutEngine = engine_class(
         folder,
@@ -79,7 +84,7 @@ def load_served(folder: Path, name: str, settings: EngineSettings, policy_versio
         on_update="recompute",
         deterministic=settings.deterministic,
         eos_token_ids=info.eos_token_ids,
-        decode=decoder(tokenizer, skip_special_tokens=False),
+        decode=decoder(engine_tokenizer, skip_special_tokens=False),
     )
     if settings.deterministic and not engine.capabilities.deterministic:
         raise UserError(
@@ -89,7 +94,7 @@ def load_served(folder: Path, name: str, settings: EngineSettings, policy_versio
     if settings.deterministic:
         torch.use_deterministic_algorithms(True)
     load_folder(engine, folder, policy_version)
-    return Served(name, info, tokenizer, engine, max_tokens, settings)
+    return Served(name, info, tokenizer, prompt_tokenizer, engine, max_tokens, settings)
 
 
 def _resolved(settings: EngineSettings) -> EngineSettings:

@@ -31,22 +31,22 @@ def find_model(argument: str) -> TrainedModel:
     path = Path(argument).expanduser()
     if not path.is_dir() or (path / "config.json").is_file():
         folder = locate(argument)
-        return _model(folder)
+        return _model(folder, _run_of(folder))
     if (path / "state.json").is_file():
         if not (path / "model" / "config.json").is_file():
             raise UserError(f"the checkpoint {path} has no model in it: use another one of the run, or RUN/model")
-        return _model(path / "model")
+        return _model(path / "model", _run_of(path.parent))
     if not (path / "config.yaml").is_file() and not (path / "checkpoints").is_dir():
         raise UserError(
             f"{path} holds neither a model (config.json), nor a run (config.yaml), nor a checkpoint (state.json): give "
             "one of them, or a model's name"
         )
     if (path / "model" / "config.json").is_file():
-        return _model(path / "model")
+        return _model(path / "model", path)
     cut = read_latest(path)
     if cut is None:
         raise UserError(f"the run {path} has left no model yet (no {path / 'model'}, no checkpoint): wait for one")
-    return _model(cut.folder / "model")
+    return _model(cut.folder / "model", path)
 
 
 def weights_digest(folder: Path) -> str:
@@ -60,8 +60,7 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _model(folder: Path) -> TrainedModel:
-    run_dir = _run_of(folder)
+def _model(folder: Path, run_dir: Path | None) -> TrainedModel:
     return TrainedModel(folder, run_dir, 0 if run_dir is None else _version(folder))
 
 

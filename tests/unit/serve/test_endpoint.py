@@ -88,7 +88,7 @@ def engine(tokenizer: PreTrainedTokenizerBase) -> SayingEngine:
 
 @pytest.fixture
 def client(tokenizer: PreTrainedTokenizerBase, engine: SayingEngine) -> Iterator[TestClient]:
-    served = SimpleNamespace(name="m", tokenizer=tokenizer, max_tokens=400)
+    served = SimpleNamespace(name="m", tokenizer=tokenizer, prompt_tokenizer=tokenizer, max_tokens=400)
     runner = Runner(cast(RolloutEngine, engine))
     app = Endpoint(cast(Served, served), runner, TOKEN).app()
     with TestClient(app, headers={"authorization": f"Bearer {TOKEN}"}, raise_server_exceptions=False) as made:

@@ -11,7 +11,7 @@ from tranship.config.load import loads
 from tranship.models.catalog import get
 from tranship.trainer.checkpoint import write_cut
 from tranship.trainer.evaluate import evaluation_config, prepare
-from tranship.trainer.trained import find_model, weights_digest
+from tranship.trainer.trained import TrainedModel, find_model, weights_digest
 from tranship.types import UserError
 from tranship.worker.spec import WEIGHTS
 
@@ -56,6 +56,9 @@ def test_a_models_folder_and_a_model_inside_a_run(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run")
     best = fake_model(run / "best")
     assert (find_model(str(best)).folder, find_model(str(best)).run_dir) == (best, run)
+    (best / "best.json").write_text('{"metric": "score", "step": 7}')
+    (alone / "best.json").write_text('{"step": 7}')
+    assert (find_model(str(best)).policy_version, find_model(str(alone)).policy_version) == (7, 0)
 
 
 def test_a_run_and_its_checkpoints(tmp_path: Path) -> None:
@@ -66,12 +69,14 @@ def test_a_run_and_its_checkpoints(tmp_path: Path) -> None:
     def save(folder: Path) -> None:
         fake_model(folder / "model")
 
-    steps = [write_cut(run, step, save=save, state={}, keep_last=2) for step in (1, 2)]
-    assert find_model(str(run)).folder == steps[1] / "model"
+    steps = [write_cut(run, step, save=save, state={"version": step}, keep_last=2) for step in (1, 2)]
+    assert find_model(str(run)) == TrainedModel(steps[1] / "model", run, 2)
+    assert find_model(str(steps[0])).policy_version == 1
     assert find_model(str(steps[0])).folder == steps[0] / "model"
     assert find_model(str(steps[0])).run_dir == run
     assert find_model(str(steps[0] / "model")).run_dir == run
-    assert find_model(str(fake_model(run / "model").parent)).folder == run / "model"
+    (run / "summary.json").write_text('{"steps": 3}')
+    assert find_model(str(fake_model(run / "model").parent)) == TrainedModel(run / "model", run, 3)
 
 
 def test_no_model_at_all(tmp_path: Path) -> None:
