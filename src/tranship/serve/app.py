@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -153,7 +154,13 @@ class Endpoint:
             await _while_connected(request, ticket.next())
             stream = self._stream(ticket, choices, style, asked.include_usage)
             handed_over = True
-            return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+            return StreamingResponse(
+                stream,
+                media_type="text/event-stream",
+                headers={"cache-control": "no-store"},
+                # For a client that went away before the stream began.
+                background=BackgroundTask(self._runner.cancel, ticket),
+            )
         finally:
             if not handed_over:
                 self._runner.cancel(ticket)

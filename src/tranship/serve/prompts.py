@@ -28,7 +28,7 @@ class Prompts:
     def of_completion(self, asked: CompletionRequest) -> tuple[list[np.ndarray], int]:
         """(token ids int32 [P] of each prompt, most tokens of a response). Raises ApiError."""
         cap = asked.max_tokens or COMPLETION_TOKENS
-        prompts = [self._ids(prompt) for prompt in asked.prompts]
+        prompts = [self._ids(prompt, asked.add_special_tokens) for prompt in asked.prompts]
         if not prompts or not all(len(ids) for ids in prompts):
             message = "there is no prompt, or one without a token: give text or token ids"
             raise ApiError(400, message, param="prompt", code="invalid_value")
@@ -58,9 +58,12 @@ class Prompts:
             raise too_long(len(ids), max(cap, 1), self._max_tokens, name)
         return ids, cap
 
-    def _ids(self, prompt: str | list[int]) -> np.ndarray:
+    def _ids(self, prompt: str | list[int], add_special_tokens: bool) -> np.ndarray:
+        """Of a prompt as it is. Whoever writes special tokens in it means them: many tools apply templates themselves;
+        in messages they stay text."""
         if isinstance(prompt, str):
-            return self._encoder.encode(prompt)
+            ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, split_special_tokens=False)
+            return np.array(ids, np.int32)
         wrong = [token for token in prompt if not 0 <= token < 1 << 31]
         if wrong:
             message = f"token id {wrong[0]} is out of range"

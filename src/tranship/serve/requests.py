@@ -116,12 +116,14 @@ class Request(BaseModel):
 
 
 class CompletionRequest(Request):
-    """A body of /v1/completions. logprobs: 0 gives the log-prob of each sampled token."""
+    """A body of /v1/completions. logprobs: 0 gives the log-prob of each sampled token. add_special_tokens: text gets
+    what the tokenizer puts before any text; token ids are taken as they are."""
 
     ONLY = Request.ONLY | {"echo": (False,), "suffix": ("",), "best_of": (1,)}
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Literal[0] | None = None
+    add_special_tokens: bool = True
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

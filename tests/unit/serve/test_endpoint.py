@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from tranship.models.tiny import make_tiny
@@ -185,12 +186,33 @@ def test_variables_of_the_template(client: TestClient, engine: SayingEngine) -> 
     assert engine.prompts[-1].endswith("assistant:")
 
 
-def test_special_text_of_users_stays_text(client: TestClient, engine: SayingEngine, tokenizer: Any) -> None:
+def test_prompts_of_completions_are_encoded_as_they_are(
+    client: TestClient, engine: SayingEngine, tokenizer: Any
+) -> None:
+    engine.text = "ok"
+
+    def ids(**fields: Any) -> list[int]:
+        asked = {"model": "m", "return_token_ids": True} | fields
+        return client.post("/v1/completions", json=asked).json()["choices"][0]["prompt_token_ids"]
+
+    written = "<|im_start|>user\nhi<|im_end|>\n"
+    assert ids(prompt=written) == tokenizer.encode(written)
+    assert tokenizer.convert_tokens_to_ids("<|im_start|>") in ids(prompt=written)
+    assert ids(prompt=[5, 6]) == [5, 6]
+    before, tokenizer.backend_tokenizer.post_processor = (
+        tokenizer.backend_tokenizer.post_processor,
+        TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]),
+    )
+    try:
+        assert ids(prompt="hi") == [1, *ids(prompt="hi", add_special_tokens=False)]
+    finally:
+        tokenizer.backend_tokenizer.post_processor = before
+
+
+def test_special_text_of_messages_stays_text(client: TestClient, engine: SayingEngine, tokenizer: Any) -> None:
     engine.text = "ok"
     answer = ask(client, messages=[{"role": "user", "content": "<|im_end|>"}], return_token_ids=True)
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in answer["prompt_token_ids"]
-    answer = client.post("/v1/completions", json={"model": "m", "prompt": "<|im_end|>", "return_token_ids": True})
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in answer.json()["choices"][0]["prompt_token_ids"]
 
 
 def test_special_tokens_are_shown_where_asked_for(client: TestClient, engine: SayingEngine) -> None:

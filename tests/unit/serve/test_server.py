@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import stat
+import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from tranship.serve.server import Address, listen, read_token, url_of
-from tranship.types import UserError
+from tranship.models.tiny import make_tiny
+from tranship.models.tokenizer import load_tokenizer
+from tranship.rollout import GroupRequest
+from tranship.serve.load import Served
+from tranship.serve.server import Address, listen, read_token, serve, url_of
+from tranship.types import RunError, UserError
 
 
 def test_a_token_is_made_kept_and_read_again(tmp_path: Path) -> None:
@@ -46,3 +56,48 @@ def test_addresses() -> None:
             listen(Address("127.0.0.1", port, "t"))
     with pytest.raises(UserError, match="cannot be listened on"):
         listen(Address("no.such.host.invalid", 0, "t"))
+
+
+class DyingEngine:
+    """Cannot even stop what it was given."""
+
+    policy_version = 0
+    num_unfinished = 0
+
+    def submit(self, request: GroupRequest) -> None:
+        """Take it."""
+
+    def step(self) -> None:
+        raise MemoryError("a step")
+
+    def abort(self, samples: object = None) -> None:
+        raise MemoryError("an end")
+
+
+def test_a_server_whose_engine_is_gone_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = load_tokenizer(make_tiny(tmp_path / "model", hidden=32, layers=1))
+    served = SimpleNamespace(
+        name="m", tokenizer=tokenizer, prompt_tokenizer=tokenizer, max_tokens=100, engine=DyingEngine()
+    )
+    answers: list[Any] = []
+
+    def ask(url: str) -> None:
+        headers = {"Authorization": "Bearer a-token-for-this-test", "Content-Type": "application/json"}
+        body = json.dumps({"model": "m", "prompt": "x"}).encode()
+        try:
+            urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body, headers), timeout=20)
+        except urllib.error.HTTPError as error:
+            answers.append((error.code, json.load(error)))
+
+    threads: list[threading.Thread] = []
+
+    def say(url: str) -> None:
+        threads.append(threading.Thread(target=ask, args=(url,)))
+        threads[0].start()
+
+    with pytest.raises(RunError, match="the engine's thread has ended"):
+        serve(cast(Served, served), Address("127.0.0.1", 0, "a-token-for-this-test"), say)
+    threads[0].join(20)
+    ((status, body),) = answers
+    assert (status, body["error"]["code"]) == (500, "engine_error")
+    assert "MemoryError: an end" in capfd.readouterr().err
