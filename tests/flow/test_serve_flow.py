@@ -32,7 +32,7 @@ from tranship.types import SampleId, Sampling
 MODEL = "tiny-random"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 3?"}]
 IDS: Any = {"return_token_ids": True}
-START_S, END_S = 120, 30
+START_S, END_S = 240, 60
 
 
 @dataclass
