@@ -96,13 +96,13 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def test_greedy_is_the_engines_greedy(client: openai.OpenAI, tiny_model: Path) -> None:
-    served = load_served(tiny_model, MODEL, EngineSettings(threads=1))
+    loaded = load_served(tiny_model, MODEL, EngineSettings(threads=1))
     prompt = np.array(load_tokenizer(tiny_model).encode("a prompt"), np.int32)
     sample = SampleId(0, 0)
-    served.engine.submit(GroupRequest(prompt, (sample,), (0,), Sampling(24, temperature=0.0)))
+    loaded.engine.submit(GroupRequest(prompt, (sample,), (0,), Sampling(24, temperature=0.0)))
     expected = None
-    while served.engine.num_unfinished:
-        for response in served.engine.step():
+    while loaded.engine.num_unfinished:
+        for response in loaded.engine.step():
             expected = response
     assert expected is not None
     by_text = client.completions.create(model=MODEL, prompt="a prompt", temperature=0, max_tokens=24, extra_body=IDS)

@@ -84,11 +84,13 @@ def serve(
         deterministic=deterministic,
     )
     token = read_token(token_file)
-    served = load_served(found.folder, name or model, settings, found.policy_version)
-    _say(*served.lines(), f"token     {token if token_file is None else f'in {token_file}'}")
+    loaded = load_served(found.folder, name or model, settings, found.policy_version)
+    _say(*loaded.lines(), f"token     {token if token_file is None else f'in {token_file}'}")
     if not _loopback(host):
         _say(f"note      {host} can be reached from elsewhere, and nothing is encrypted: token, prompts and answers")
-    run(served, Address(host, port, token), lambda url: _say(f"serving   {url} as {served.name!r}, until Ctrl-C"))
+    run(
+        loaded, Address(host, port, token), lambda url: _say(f"serving   {url} as {loaded.served.name!r}, until Ctrl-C")
+    )
     _say("end: stopped")
     return 0
 

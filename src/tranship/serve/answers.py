@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tranship.serve.runner import Part
+from tranship.serve.desk import Part
 from tranship.serve.text import Decode, GrowingText, TokenTexts
 from tranship.serve.tool_calls import GrowingCalls
 

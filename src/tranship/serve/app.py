@@ -22,11 +22,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tranship.serve.answers import ChatStyle, Choices, CompletionStyle, Piece
+from tranship.serve.desk import Desk, Ticket
 from tranship.serve.errors import ApiError
 from tranship.serve.load import Served
 from tranship.serve.prompts import Prompts
 from tranship.serve.requests import ChatRequest, CompletionRequest, Request, parse
-from tranship.serve.runner import Runner, Ticket
 from tranship.serve.text import TokenTexts, decoder
 
 MOST_BODY_BYTES = 32 << 20
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 
 class Endpoint:
-    """Answers requests for one served model by one runner. token: what clients must show."""
+    """Answers requests for one served model by one desk. token: what clients must show."""
 
-    def __init__(self, served: Served, runner: Runner, token: str) -> None:
+    def __init__(self, served: Served, desk: Desk, token: str) -> None:
         self._served = served
-        self._runner = runner
+        self._desk = desk
         self._token = token.encode()
         self._started = int(time.time())
         self._prompts = Prompts(served.prompt_tokenizer, served.max_tokens)
@@ -81,8 +81,8 @@ class Endpoint:
             raise ApiError(401, "the API key is missing or wrong: give the token of the server", code="invalid_api_key")
 
     async def _health(self, request: HttpRequest) -> Response:
-        alive = self._runner.alive
-        facts = {"status": "ok" if alive else "stopped", "num_unfinished": self._runner.num_unfinished}
+        alive = self._desk.alive
+        facts = {"status": "ok" if alive else "stopped", "num_unfinished": self._desk.num_unfinished}
         return JSONResponse(facts, 200 if alive else 503)
 
     async def _models(self, request: HttpRequest) -> Response:
@@ -99,7 +99,7 @@ class Endpoint:
             "created": self._started,
             "owned_by": "tranship",
             "max_model_len": self._served.max_tokens,
-            "policy_version": self._runner.policy_version,
+            "policy_version": self._desk.policy_version,
         }
 
     def _check_model(self, name: str) -> None:
@@ -145,7 +145,7 @@ class Endpoint:
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         decode = decoder(self._served.tokenizer, skip_special_tokens=asked.skip_special_tokens)
         choices = Choices(prompts, asked.num_samples, decode, asked.stop_strings, with_tools)
-        ticket = self._runner.submit(prompts, asked.num_samples, seed, asked.sampling(cap), streamed=bool(asked.stream))
+        ticket = self._desk.submit(prompts, asked.num_samples, seed, asked.sampling(cap), streamed=bool(asked.stream))
         handed_over = False
         try:
             if not asked.stream:
@@ -159,11 +159,11 @@ class Endpoint:
                 media_type="text/event-stream",
                 headers={"cache-control": "no-store"},
                 # For a client that went away before the stream began.
-                background=BackgroundTask(self._runner.cancel, ticket),
+                background=BackgroundTask(self._desk.cancel, ticket),
             )
         finally:
             if not handed_over:
-                self._runner.cancel(ticket)
+                self._desk.cancel(ticket)
 
     async def _collect(self, ticket: Ticket, choices: Choices, style: CompletionStyle | ChatStyle) -> list[Piece]:
         """The pieces of all choices, in their order."""
@@ -181,7 +181,7 @@ class Endpoint:
         extra = {"usage": None} if include_usage else {}
         begun: set[int] = set()
         try:
-            for chunk in style.begin(choices, self._runner.policy_version):
+            for chunk in style.begin(choices, self._desk.policy_version):
                 yield _event(chunk | extra)
             while choices.num_done < choices.num:
                 part = await ticket.next()
@@ -192,12 +192,12 @@ class Endpoint:
                     yield _event(style.chunk(piece, choices, part.index not in begun) | extra)
                     begun.add(part.index)
             if include_usage:
-                yield _event(style.end(choices, self._runner.policy_version))
+                yield _event(style.end(choices, self._desk.policy_version))
             yield "data: [DONE]\n\n"
         except ApiError as error:
             yield _event(error.body())
         finally:
-            self._runner.cancel(ticket)
+            self._desk.cancel(ticket)
 
 
 async def _while_connected(request: HttpRequest, work: Awaitable[T]) -> T:

@@ -36,18 +36,25 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Served:
-    """A model that can be asked. name: what requests call it. max_tokens: its context as served.
+    """What requests are about. name: what they call the model. max_tokens: its context as served.
 
     tokenizer makes texts, prompt_tokenizer token ids; the engine has one of its own. They work in different threads,
     and a tokenizer keeps its last settings in itself.
     """
 
     name: str
-    info: ModelInfo
     tokenizer: PreTrainedTokenizerBase
     prompt_tokenizer: PreTrainedTokenizerBase
-    engine: RolloutEngine
     max_tokens: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that was loaded to be served."""
+
+    served: Served
+    engine: RolloutEngine
+    info: ModelInfo
     settings: EngineSettings
 
     def lines(self) -> list[str]:
@@ -57,12 +64,12 @@ class Served:
             f"model     {info.path} ({info.architecture}, {info.num_parameters / 1e6:.1f} M parameters, policy version "
             f"{self.engine.policy_version}, ends at {list(info.eos_token_ids)})",
             f"engine    {settings.engine}, {settings.dtype} on {settings.device}, {settings.threads} threads, "
-            f"{settings.max_running} samples at a time, a context of {self.max_tokens} tokens"
+            f"{settings.max_running} samples at a time, a context of {self.served.max_tokens} tokens"
             + (", deterministic" if settings.deterministic else ""),
         ]
 
 
-def load_served(folder: Path, name: str, settings: EngineSettings, policy_version: int = 0) -> Served:
+def load_served(folder: Path, name: str, settings: EngineSettings, policy_version: int = 0) -> Loaded:
     """The model of a Hugging Face folder, ready to be asked; its weights count as `policy_version`.
 
     Raises UserError for a folder, a device or settings that cannot be used.
@@ -94,7 +101,7 @@ def load_served(folder: Path, name: str, settings: EngineSettings, policy_versio
     if settings.deterministic:
         torch.use_deterministic_algorithms(True)
     load_folder(engine, folder, policy_version)
-    return Served(name, info, tokenizer, prompt_tokenizer, engine, max_tokens, settings)
+    return Loaded(Served(name, tokenizer, prompt_tokenizer, max_tokens), engine, info, settings)
 
 
 def _resolved(settings: EngineSettings) -> EngineSettings:

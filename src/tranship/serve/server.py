@@ -15,7 +15,8 @@ from typing import Any
 import uvicorn
 
 from tranship.serve.app import Endpoint
-from tranship.serve.load import Served
+from tranship.serve.desk import Desk
+from tranship.serve.load import Loaded
 from tranship.serve.runner import Runner
 from tranship.types import RunError, UserError
 
@@ -80,30 +81,36 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
-def serve(served: Served, address: Address, say: Callable[[str], None]) -> None:
+def serve(loaded: Loaded, address: Address, say: Callable[[str], None]) -> None:
     """Answer requests until Ctrl-C or SIGTERM; what runs then has GRACE_S to end, and is stopped after that.
 
     say(line) is told where to ask, once requests are taken. A second signal ends it at once. Raises UserError if the
     address cannot be had, RunError if the engine's thread has ended.
     """
     with listen(address) as bound:
-        runner = Runner(served.engine)
+        runner = Runner(loaded.engine)
+        endpoint = Endpoint(loaded.served, runner.desk, address.token)
         try:
-            _Server(served, runner, address.token, lambda: say(url_of(bound))).run(sockets=[bound])
-            broken = not runner.working
+            HttpServer(endpoint, runner.desk, lambda: say(url_of(bound)), lambda: runner.working).run(sockets=[bound])
+            gone = not runner.working
         finally:
             runner.close()
-    if broken:
+    if gone:
         raise RunError("the engine's thread has ended: see above")
 
 
-class _Server(uvicorn.Server):
-    """uvicorn with an end of our own: signals are requests to stop, and running requests are told."""
+class HttpServer(uvicorn.Server):
+    """uvicorn with an end of our own: signals are requests to stop, and running requests are told.
 
-    def __init__(self, served: Served, runner: Runner, token: str, ready: Callable[[], None]) -> None:
+    ready is called once requests are taken. working: where it says no more, the server stops.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, desk: Desk, ready: Callable[[], None], working: Callable[[], bool] = lambda: True
+    ) -> None:
         super().__init__(
             uvicorn.Config(
-                Endpoint(served, runner, token).app(),
+                endpoint.app(),
                 http="h11",
                 loop="asyncio",
                 ws="none",
@@ -114,8 +121,9 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(GRACE_S + _CLOSE_S),
             )
         )
-        self._runner = runner
+        self._desk = desk
         self._ready = ready
+        self._working = working
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
@@ -127,12 +135,12 @@ class _Server(uvicorn.Server):
         self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Stop when the engine's thread has ended; when stopping, let requests end for a while, then end them."""
+        """Stop when the engine is gone; when stopping, let requests end for a while, then end them."""
         while not self.should_exit:
             await asyncio.sleep(_TICK_S)
-            if not self._runner.working:
+            if not self._working():
                 self.should_exit = True
         deadline = asyncio.get_running_loop().time() + GRACE_S
-        while self._runner.num_unfinished and asyncio.get_running_loop().time() < deadline:
+        while self._desk.num_unfinished and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_TICK_S)
-        self._runner.refuse()
+        self._desk.refuse()

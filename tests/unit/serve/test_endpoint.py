@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -89,9 +88,9 @@ def engine(tokenizer: PreTrainedTokenizerBase) -> SayingEngine:
 
 @pytest.fixture
 def client(tokenizer: PreTrainedTokenizerBase, engine: SayingEngine) -> Iterator[TestClient]:
-    served = SimpleNamespace(name="m", tokenizer=tokenizer, prompt_tokenizer=tokenizer, max_tokens=400)
+    served = Served("m", tokenizer, tokenizer, max_tokens=400)
     runner = Runner(cast(RolloutEngine, engine))
-    app = Endpoint(cast(Served, served), runner, TOKEN).app()
+    app = Endpoint(served, runner.desk, TOKEN).app()
     with TestClient(app, headers={"authorization": f"Bearer {TOKEN}"}, raise_server_exceptions=False) as made:
         yield made
     runner.close()

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from tranship.rollout import GroupRequest, RolloutEngine, SamplesFailed
+from tranship.serve.desk import Part, Ticket
 from tranship.serve.errors import ApiError
-from tranship.serve.runner import Part, Runner, Ticket
+from tranship.serve.runner import Runner
 from tranship.types import Response, SampleId, Sampling, UserError, sample_seed
 
 NAN, CRASH, REFUSED = 66, 77, 88
@@ -84,7 +85,7 @@ def runner(engine: CountingEngine) -> Iterator[Runner]:
 
 def ask(runner: Runner, cap: int, *words: int, n: int = 1, streamed: bool = False, prompts: int = 1) -> Ticket:
     prompt = np.array([1, *words], np.int32)
-    return runner.submit([prompt] * prompts, n, 5, Sampling(cap), streamed=streamed)
+    return runner.desk.submit([prompt] * prompts, n, 5, Sampling(cap), streamed=streamed)
 
 
 async def parts_of(ticket: Ticket, num: int) -> list[Part]:
@@ -123,7 +124,7 @@ def test_whole_and_streamed_parts(runner: Runner, engine: CountingEngine) -> Non
             engine.seeds[sample] for sample in whole.index
         ]
         assert [engine.seeds[sample] for sample in streamed.index] == [sample_seed(5, SampleId(0, n)) for n in range(2)]
-        assert runner.num_unfinished == 0
+        assert runner.desk.num_unfinished == 0
 
     within(20, work)
 
@@ -134,7 +135,7 @@ def test_a_request_that_fails_fails_alone(runner: Runner, engine: CountingEngine
         with pytest.raises(ApiError, match="it does not fit") as refused:
             await ask(runner, 3, REFUSED).next()
         assert refused.value.status == 400
-        mixed = runner.submit(
+        mixed = runner.desk.submit(
             [np.array([1], np.int32), np.array([NAN], np.int32)], 1, 0, Sampling(10_000), streamed=False
         )
         assert await mixed.next() is None
@@ -149,12 +150,12 @@ def test_a_request_that_fails_fails_alone(runner: Runner, engine: CountingEngine
 
 def test_part_of_a_request_is_not_left_running(runner: Runner, engine: CountingEngine) -> None:
     async def work() -> None:
-        half = runner.submit(
+        half = runner.desk.submit(
             [np.array([1], np.int32), np.array([REFUSED], np.int32)], 2, 0, Sampling(9999), streamed=True
         )
         with pytest.raises(ApiError, match="it does not fit"):
             await half.next()
-        assert runner.num_unfinished == 0
+        assert runner.desk.num_unfinished == 0
         assert len(engine.aborted) == 2
 
     within(20, work)
@@ -167,7 +168,7 @@ def test_a_bug_ends_what_runs_and_the_next_request_works(runner: Runner, capfd: 
             assert await ticket.next() is None
             with pytest.raises(ApiError, match="ZeroDivisionError: a bug"):
                 await ticket.next()
-        assert runner.alive
+        assert runner.desk.alive
         assert len(await parts_of(ask(runner, 2), 1)) == 1
 
     within(20, work)
@@ -178,9 +179,9 @@ def test_cancel_stops_the_samples(runner: Runner, engine: CountingEngine) -> Non
     async def work() -> None:
         ticket = ask(runner, 100_000, n=3)
         assert await ticket.next() is None
-        runner.cancel(ticket)
-        runner.cancel(ticket)
-        while runner.num_unfinished:
+        runner.desk.cancel(ticket)
+        runner.desk.cancel(ticket)
+        while runner.desk.num_unfinished:
             await asyncio.sleep(0.01)
         assert sorted(engine.aborted) == sorted(ticket.index)
         assert len(await parts_of(ask(runner, 2), 1)) == 1
@@ -192,12 +193,12 @@ def test_a_server_that_stops_says_so(runner: Runner) -> None:
     async def work() -> None:
         running = ask(runner, 100_000)
         assert await running.next() is None
-        runner.refuse()
+        runner.desk.refuse()
         for ticket in (running, ask(runner, 2)):
             with pytest.raises(ApiError, match="stopping") as refused:
                 await ticket.next()
             assert refused.value.status == 503
-        assert not runner.alive
+        assert not runner.desk.alive
         runner.close()
         with pytest.raises(ApiError, match="stopping"):
             await ask(runner, 2).next()
@@ -216,7 +217,7 @@ def test_a_thread_that_ends_fails_everything(
             await bad.next()
         while runner.working:
             await asyncio.sleep(0.01)
-        assert not runner.alive
+        assert not runner.desk.alive
         with pytest.raises(ApiError, match="the engine failed"):
             await ask(runner, 2).next()
 

@@ -16,7 +16,7 @@ import pytest
 from tranship.models.tiny import make_tiny
 from tranship.models.tokenizer import load_tokenizer
 from tranship.rollout import GroupRequest
-from tranship.serve.load import Served
+from tranship.serve.load import Loaded, Served
 from tranship.serve.server import Address, listen, read_token, serve, url_of
 from tranship.types import RunError, UserError
 
@@ -76,9 +76,7 @@ class DyingEngine:
 
 def test_a_server_whose_engine_is_gone_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer = load_tokenizer(make_tiny(tmp_path / "model", hidden=32, layers=1))
-    served = SimpleNamespace(
-        name="m", tokenizer=tokenizer, prompt_tokenizer=tokenizer, max_tokens=100, engine=DyingEngine()
-    )
+    loaded = SimpleNamespace(served=Served("m", tokenizer, tokenizer, max_tokens=100), engine=DyingEngine())
     answers: list[Any] = []
 
     def ask(url: str) -> None:
@@ -96,7 +94,7 @@ def test_a_server_whose_engine_is_gone_ends(tmp_path: Path, capfd: pytest.Captur
         threads[0].start()
 
     with pytest.raises(RunError, match="the engine's thread has ended"):
-        serve(cast(Served, served), Address("127.0.0.1", 0, "a-token-for-this-test"), say)
+        serve(cast(Loaded, loaded), Address("127.0.0.1", 0, "a-token-for-this-test"), say)
     threads[0].join(20)
     ((status, body),) = answers
     assert (status, body["error"]["code"]) == (500, "engine_error")
