@@ -23,6 +23,7 @@ from tranship.config.schema import (
     RewardTermConfig,
     RolloutConfig,
     RunConfig,
+    ServeConfig,
     TrainConfig,
     ValidationConfig,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "RewardTermConfig",
     "RolloutConfig",
     "RunConfig",
+    "ServeConfig",
     "TrainConfig",
     "ValidationConfig",
     "load",

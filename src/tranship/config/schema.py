@@ -428,6 +428,22 @@ class ValidationConfig(Section):
     )
 
 
+class ServeConfig(Section):
+    """The OpenAI-compatible endpoint of a run, over its samplers' engines."""
+
+    enabled: bool = Field(default=False, description="Each sampler's RUN/serve/NAME.json then says where it is.")
+    host: str = Field(default="127.0.0.1", description="The default is reached from this machine alone.")
+    port: int = Field(default=0, ge=0, le=65535, description="0: any free one.")
+    name: str = Field(default="policy", min_length=1, description="What requests call the model.")
+
+    @model_validator(mode="after")
+    def _in_use(self) -> ServeConfig:
+        idle = sorted(self.model_fields_set - {"enabled"})
+        if not self.enabled and any(getattr(self, name) != type(self).model_fields[name].default for name in idle):
+            raise ValueError(f"serve.{idle[0]} means nothing where serve.enabled is false: set serve.enabled=true")
+        return self
+
+
 class ObserveConfig(Section):
     """What is shown and written."""
 
@@ -491,6 +507,7 @@ class Config(Section):
     dock: DockConfig = DockConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
+    serve: ServeConfig = ServeConfig()
     observe: ObserveConfig = ObserveConfig()
 
     @property

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tranship.config import AlgorithmConfig, Config, ObserveConfig, load
+from tranship.config import AlgorithmConfig, Config, ObserveConfig, ServeConfig, load
 from tranship.models.tokenizer import decode_response
 from tranship.observe import ValidationRecord, machine, versions
 from tranship.observe.jsonl import finite
@@ -128,7 +128,8 @@ def evaluation_config(config: Config, folder: Path) -> Config:
         "algorithm": AlgorithmConfig(),
         "train": config.train.model_copy(update={"minibatches": 1}),
         "validation": config.validation.model_copy(update={"greedy": greedy}),
-        "dock": config.dock.model_copy(update={"staleness": 0, "policies": {}}),
+        "dock": config.dock.model_copy(update={"staleness": 0, "policies": {}, "controllers": []}),
+        "serve": ServeConfig(),
         "observe": ObserveConfig(console="off", trackers=()),
     }
     return config.model_copy(update=changes)

@@ -6,6 +6,7 @@ import itertools
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,6 +91,8 @@ class Report:
             + "; ".join(f"{plan.name} ({', '.join(plan.stages)})" for plan in self.workers)
             + f"; {self.num_threads} threads each on {self.device}",
         ]
+        if config.serve.enabled:
+            lines.append(f"endpoint  {config.serve.name!r}, at the address in {config.run.dir}/serve")
         if _is_biased(config):
             lines.append(
                 f"note      loss {config.algorithm.loss} has no ratio: with a staleness bound above 0 its gradient is "
@@ -128,6 +131,7 @@ def preflight(config: Config, *, training: bool = True) -> Report:
     check_runtime(config.placement.runtime)
     stage_needs(config, table)
     check_shared_memory(config)
+    _check_serve(config, workers)
     num_threads = _threads(config, len(workers), device)
     _check_reward_workers(config)
     _check_algorithm(config)
@@ -168,6 +172,19 @@ def preflight(config: Config, *, training: bool = True) -> Report:
         _check_disk(config, model)
     _check_reward(config)
     return report
+
+
+def _check_serve(config: Config, workers: Sequence[WorkerPlan]) -> None:
+    if not config.serve.enabled:
+        return
+    samplers = [plan.name for plan in workers if "rollout" in plan.stages]
+    if not samplers:
+        raise UserError(f"serve.enabled: algorithm {config.algorithm.name} samples nothing, so no engine can be asked")
+    if len(samplers) > 1 and config.serve.port:
+        raise UserError(f"serve.port {config.serve.port} cannot be that of {len(samplers)} samplers: use serve.port=0")
+    missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
+    if missing:
+        raise UserError(f"serve.enabled needs {' and '.join(missing)}: pip install 'tranship[serve]'")
 
 
 def _probe_ids(prompts: Sequence[Prompt], count: int) -> tuple[int, ...]:

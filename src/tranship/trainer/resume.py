@@ -33,6 +33,7 @@ _FREE = (
     "dock",
     "checkpoint",
     "validation",
+    "serve",
     "observe",
 )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -53,6 +53,9 @@ from tranship.worker.weights import (
     plan_weights,
 )
 
+if TYPE_CHECKING:
+    from tranship.worker.endpoint import InRunEndpoint
+
 
 class _Stopped(Exception):
     """The run is to stop, in the middle of an update: the weights are still those of the last completed step."""
@@ -83,6 +86,7 @@ class Worker:
         self._sampler: RolloutEngine | None = (
             build_rollout_engine(spec, self._text_of) if "rollout" in spec.stages else None
         )
+        self._endpoint = self._make_endpoint()
         self._local: LocalWeights | None = None
         self._published: PublishedWeights | None = None
         self._fetched: FetchedWeights | None = None
@@ -109,6 +113,8 @@ class Worker:
     def close(self) -> None:
         """End the stages; the processes of the reward pool end too."""
         self._profiler.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         for stage in self._stages:
             stage.close()
         self._connection.close()
@@ -227,12 +233,20 @@ class Worker:
             return self._train_stage()
         raise RunError(f"no stage is called {name!r}")
 
+    def _make_endpoint(self) -> InRunEndpoint | None:
+        if self._sampler is None or not self._spec.config.serve.enabled:
+            return None
+        # It needs packages of an extra.
+        from tranship.worker.endpoint import InRunEndpoint
+
+        return InRunEndpoint(self._spec, self._context.name, self._sampler, self._context.wakeup)
+
     def _rollout_stage(self) -> Stage:
         assert self._sampler is not None
         config = self._spec.config
         return RolloutStage(
             self._dock,
-            self._sampler,
+            self._sampler if self._endpoint is None else self._endpoint.engine,
             sampling=build_sampling(self._spec),
             run_seed=config.run.seed,
             kinds=self._spec.stage("rollout").kinds,
