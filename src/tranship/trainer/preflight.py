@@ -178,8 +178,6 @@ def _check_serve(config: Config, workers: Sequence[WorkerPlan]) -> None:
     if not config.serve.enabled:
         return
     samplers = [plan.name for plan in workers if "rollout" in plan.stages]
-    if not samplers:
-        raise UserError(f"serve.enabled: algorithm {config.algorithm.name} samples nothing, so no engine can be asked")
     if len(samplers) > 1 and config.serve.port:
         raise UserError(f"serve.port {config.serve.port} cannot be that of {len(samplers)} samplers: use serve.port=0")
     missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
