@@ -16,7 +16,9 @@ from safetensors.numpy import load_file
 
 import tranship
 from tranship.config.load import loads
+from tranship.serve import EngineSettings, load_served
 from tranship.trainer.preflight import preflight
+from tranship.trainer.trained import find_model
 from tranship.types import UserError
 
 Recipe = Callable[..., dict[str, Any]]
@@ -86,6 +88,10 @@ def test_a_run_that_is_asked_trains_the_same_weights(recipe: Recipe, tmp_path: P
     assert set(versions) <= set(range(9))
     assert all(len(answer.choices) == 3 for answer in client.answers)
     assert not list(asked_dir.glob("serve/*.json"))
+    found = find_model(str(asked_dir))
+    loaded = load_served(found.folder, "mine", EngineSettings(threads=1), found.policy_version)
+    assert loaded.engine.policy_version == 8
+    assert "policy version 8" in loaded.lines()[0]
 
 
 @pytest.mark.slow

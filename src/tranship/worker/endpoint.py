@@ -37,6 +37,9 @@ class InRunEndpoint:
         facts = {"url": url_of(self._socket), "token": token, "model": config.name}
         self._server = HttpServer(Endpoint(served, self._desk, token), self._desk, lambda: _write(self._file, facts))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
+
+    def start(self) -> None:
+        """Take requests, in a thread. Once everything that may start processes of its own has done so."""
         self._thread.start()
 
     def close(self) -> None:

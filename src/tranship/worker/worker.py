@@ -93,6 +93,8 @@ class Worker:
         if self._trainer is not None and self._sampler is not None:
             self._local = LocalWeights(self._trainer, self._sampler, self._probe(), self._watch)
         self._stages = [self._build_stage(name) for name in spec.stages if name != WEIGHTS]
+        if self._endpoint is not None:
+            self._endpoint.start()
 
     def poll(self) -> bool:
         """One pass over the stages; returns whether any did something."""
