@@ -64,10 +64,7 @@ def refused(
         ("reward.num_workers=64", "reward.num_workers 64"),
         ("rollout.max_response_tokens=100000", "rollout.max_response_tokens 100000"),
         ("data.max_prompt_tokens=3", "exceed 3 tokens"),
-        (
-            "dock.controllers=[reward]",
-            "dock.controllers=['reward']: one process has one dock; set placement.runtime=ray",
-        ),
+        ("placement.runtime=inline placement.layout=fused dock.controllers=[reward]", "one process has one dock; set"),
         ("dock.policies.rewrd=balanced", "dock.policies.rewrd: no stage is called 'rewrd'; those of grpo are: rollout"),
         ("dock.policies.reward=balancd", "dock.policies.reward: 'balancd' is not known; use one of: balanced, first"),
         ("dock.policies.train=ordered", "dock.policies.train=ordered: train takes the batches that the staleness"),

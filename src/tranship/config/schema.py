@@ -384,8 +384,8 @@ class DockConfig(Section):
         description="Slabs made at the start, so that the first writers do not wait for fresh pages.",
     )
 
-    controllers: list[str] = Field(
-        default_factory=list,
+    controllers: tuple[str, ...] = Field(
+        default=(),
         description="Stages whose controller has a process of its own (placement.runtime=ray), such as [reward]; the "
         "dock's process has all others. Not those that sample or train.",
     )

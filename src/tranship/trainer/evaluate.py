@@ -128,7 +128,7 @@ def evaluation_config(config: Config, folder: Path) -> Config:
         "algorithm": AlgorithmConfig(),
         "train": config.train.model_copy(update={"minibatches": 1}),
         "validation": config.validation.model_copy(update={"greedy": greedy}),
-        "dock": config.dock.model_copy(update={"staleness": 0, "policies": {}, "controllers": []}),
+        "dock": config.dock.model_copy(update={"staleness": 0, "policies": {}, "controllers": ()}),
         "serve": ServeConfig(),
         "observe": ObserveConfig(console="off", trackers=()),
     }

@@ -83,7 +83,7 @@ def stage_needs(config: Config, table: tuple[StageSpec, ...]) -> list[StageNeeds
 
 def check_controllers(config: Config, names: list[str]) -> None:
     """UserError for a stage whose controller cannot have a process of its own."""
-    controllers = config.dock.controllers
+    controllers = list(config.dock.controllers)
     if controllers and config.placement.runtime == "inline":
         raise UserError(f"dock.controllers={controllers}: one process has one dock; set placement.runtime=ray")
     for stage in controllers:
