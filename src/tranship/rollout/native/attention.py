@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from tranship.rollout.native.kernels import Kernels
 from tranship.rollout.native.linear import make_linear
 from tranship.rollout.native.norm import RmsNorm, fold_norm
 from tranship.rollout.native.shape import LatentShape, ModelShape
@@ -34,6 +35,13 @@ class Attention(Protocol):
         """
         ...
 
+    def parts(self, x_NH: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """The same, and whether queries and keys are turned and queries scaled; if not, that is left to the caller.
+
+        What belongs to a row lies close together. turns: complex [N, 1, turned pairs], of each token's position.
+        """
+        ...
+
     def finish(self, x_NH: torch.Tensor, attended_NX: torch.Tensor) -> torch.Tensor:
         """x plus the output projection of what the queries attended to [N, Q D]."""
         ...
@@ -42,30 +50,39 @@ class Attention(Protocol):
 class HeadAttention:
     """Queries, keys and values by heads (Llama, Qwen)."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, own: str) -> None:
+    def __init__(self, shape: ModelShape, weights: Weights, own: str, kernels: Kernels | None) -> None:
         device = weights[f"{own}.qkv"].device
         order = _pair_order(shape.head_dim, device)
         rows = _row_order(shape, order)
         norm, qkv = fold_norm(weights[f"{own}.attn_norm"], weights[f"{own}.qkv"])
         bias = weights.get(f"{own}.qkv_bias")
         self._shape = shape
-        self._norm = RmsNorm(norm, shape.norm_eps, device)
+        self._norm = RmsNorm(norm, shape.norm_eps, device, kernels)
         self._qkv = make_linear(qkv[rows], None if bias is None else bias[rows])
-        self._head_norm = _head_norm(shape, weights, own, order)
+        self._head_norm = _head_norm(shape, weights, own, order, kernels)
         self._o = make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias"))
 
     def project(
         self, x_NH: torch.Tensor, q_turns: torch.Tensor, k_turns: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         queries, keys = self._shape.num_heads, self._shape.num_heads + self._shape.num_kv_heads
-        heads_NXD = self._qkv(self._norm(x_NH)).view(x_NH.shape[0], -1, self._shape.head_dim)
-        if self._head_norm is not None:
-            heads_NXD[:, :keys] = self._head_norm(heads_NXD[:, :keys])
-        wide_NXD = heads_NXD.float()
+        wide_NXD = self._heads(x_NH).float()
         pairs = torch.view_as_complex(wide_NXD.unflatten(-1, (-1, 2)))
         q_NQD = torch.view_as_real(pairs[:, :queries] * q_turns).flatten(-2)
         pairs[:, queries:keys].mul_(k_turns)
         return q_NQD.to(x_NH.dtype), wide_NXD[:, queries:].to(x_NH.dtype)
+
+    def parts(self, x_NH: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        heads_NXD = self._heads(x_NH)
+        return heads_NXD[:, : self._shape.num_heads], heads_NXD[:, self._shape.num_heads :], False
+
+    def _heads(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values [N, Q + S, D], before they are turned."""
+        heads_NXD = self._qkv(self._norm(x_NH)).view(x_NH.shape[0], -1, self._shape.head_dim)
+        if self._head_norm is not None:
+            keys = self._shape.num_heads + self._shape.num_kv_heads
+            heads_NXD[:, :keys] = self._head_norm(heads_NXD[:, :keys])
+        return heads_NXD
 
     def finish(self, x_NH: torch.Tensor, attended_NX: torch.Tensor) -> torch.Tensor:
         return self._o.add(attended_NX, x_NH)
@@ -79,7 +96,15 @@ class LatentAttention:
     afterwards. fixed: products over heads do not depend, to the bit, on the number of tokens.
     """
 
-    def __init__(self, shape: ModelShape, latent: LatentShape, weights: Weights, own: str, fixed: bool) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        latent: LatentShape,
+        weights: Weights,
+        own: str,
+        fixed: bool,
+        kernels: Kernels | None,
+    ) -> None:
         down = weights[f"{own}.down_qkv"]
         device = down.device
         dim = latent.rope_dim
@@ -88,14 +113,14 @@ class LatentAttention:
         bias = _latent_down_bias(shape, latent, weights, own)
         rows = _latent_down_rows(shape, latent, order)
         self._shape, self._latent = shape, latent
-        self._norm = RmsNorm(norm, shape.norm_eps, device)
+        self._norm = RmsNorm(norm, shape.norm_eps, device, kernels)
         self._down = make_linear(down[rows], None if bias is None else bias[rows])
         self._q_norm, self._q_up = None, None
         if latent.q_rank is not None:
             up = weights[f"{own}.q_up"][_latent_query_rows(shape, latent, order)]
             q_norm, up = fold_norm(weights[f"{own}.q_latent_norm"], up)
-            self._q_norm, self._q_up = RmsNorm(q_norm, LATENT_EPS, device), make_linear(up)
-        self._kv_norm = RmsNorm(weights[f"{own}.kv_latent_norm"], LATENT_EPS, device)
+            self._q_norm, self._q_up = RmsNorm(q_norm, LATENT_EPS, device, kernels), make_linear(up)
+        self._kv_norm = RmsNorm(weights[f"{own}.kv_latent_norm"], LATENT_EPS, device, kernels)
         up_QXR = weights[f"{own}.kv_up"].view(shape.num_heads, latent.nope_dim + latent.value_dim, latent.kv_rank)
         keys, values = up_QXR[:, : latent.nope_dim], up_QXR[:, latent.nope_dim :]
         self._to_latent = HeadProduct((keys.float() * shape.attention_scale).to(keys.dtype), fixed)
@@ -122,6 +147,9 @@ class LatentAttention:
         q_NQD = torch.cat([self._to_latent(q_NQX[..., : latent.nope_dim]), turned[:, :-1]], -1)
         return q_NQD, torch.cat([self._kv_norm(kv_N1D[..., : latent.kv_rank]), turned[:, -1:]], -1)
 
+    def parts(self, x_NH: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        return *self.project(x_NH, turns, turns), True
+
     def finish(self, x_NH: torch.Tensor, attended_NX: torch.Tensor) -> torch.Tensor:
         attended_NQD = attended_NX.view(x_NH.shape[0], self._shape.num_heads, -1)
         return self._o.add(self._to_values(attended_NQD[..., : self._latent.kv_rank]).flatten(1), x_NH)
@@ -141,11 +169,11 @@ class HeadProduct:
         return torch.bmm(x_NQI.transpose(0, 1), self._weight).transpose(0, 1)
 
 
-def make_attention(shape: ModelShape, weights: Weights, own: str, fixed: bool) -> Attention:
-    """The attention of the layer whose storages are called `own`. fixed: see `LatentAttention`."""
+def make_attention(shape: ModelShape, weights: Weights, own: str, fixed: bool, kernels: Kernels | None) -> Attention:
+    """The attention of the layer whose storages are called `own`. fixed: see `LatentAttention`. kernels: for norms."""
     if shape.latent is not None:
-        return LatentAttention(shape, shape.latent, weights, own, fixed)
-    return HeadAttention(shape, weights, own)
+        return LatentAttention(shape, shape.latent, weights, own, fixed, kernels)
+    return HeadAttention(shape, weights, own, kernels)
 
 
 def _pair_order(dim: int, device: torch.device) -> torch.Tensor:
@@ -161,13 +189,15 @@ def _row_order(shape: ModelShape, order: torch.Tensor) -> torch.Tensor:
     return torch.cat([(starts[:, None] + order).flatten(), values])
 
 
-def _head_norm(shape: ModelShape, weights: Weights, own: str, order: torch.Tensor) -> RmsNorm | None:
+def _head_norm(
+    shape: ModelShape, weights: Weights, own: str, order: torch.Tensor, kernels: Kernels | None
+) -> RmsNorm | None:
     """The norm over each query and key head."""
     q_norm, k_norm = weights.get(f"{own}.q_norm"), weights.get(f"{own}.k_norm")
     if q_norm is None or k_norm is None:
         return None
     both = [q_norm[order].expand(shape.num_heads, -1), k_norm[order].expand(shape.num_kv_heads, -1)]
-    return RmsNorm(torch.cat(both), shape.norm_eps, order.device)
+    return RmsNorm(torch.cat(both), shape.norm_eps, order.device, kernels)
 
 
 def _latent_query_rows(shape: ModelShape, latent: LatentShape, order: torch.Tensor) -> torch.Tensor:

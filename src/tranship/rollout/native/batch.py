@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from tranship.rollout.native.cache import KvTable, PromptRow, Prompts
-from tranship.rollout.native.model import FIXED_COLUMNS, Chunk, DecodeRows, Model
+from tranship.rollout.native.decode_attention import FIXED_COLUMNS, DecodeRows, Sharing
+from tranship.rollout.native.kernels import QUERIES, Kernels
+from tranship.rollout.native.model import Chunk, Model
 from tranship.rollout.native.requests import Group, PromptState, Sample
 from tranship.rollout.native.sampling import draw
 from tranship.rollout.native.shape import ModelShape
@@ -37,17 +39,21 @@ class Batch:
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool,
+        kernels: Kernels | None,
         decode: Decode | None = None,
     ) -> None:
         step = FIXED_COLUMNS if deterministic else None
+        compiled = kernels is not None
+        self._kernels = kernels
+        self._rows_together = max(1, QUERIES // shape.heads_per_kv)
         self._num_kv_heads = shape.num_kv_heads
         self._model = model
         self._device = device
         self._deterministic = deterministic
         self._decode = decode
-        self._prompts = Prompts(KvTable(shape, dtype, device, step))
-        self._responses = KvTable(shape, dtype, device, step)
-        self._sharing: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._prompts = Prompts(KvTable(shape, dtype, device, fixed_step=step, compiled=compiled))
+        self._responses = KvTable(shape, dtype, device, fixed_step=step, compiled=compiled)
+        self._sharing: Sharing | None = None
         self._broken: list[SampleId] = []
         self.slots = Slots(num_slots, max_tokens)
 
@@ -147,7 +153,7 @@ class Batch:
         slots = self.slots
         prompts = [slots.groups[slot].prompt for slot in rows]
         logits = torch.stack([prompt.logits for prompt in prompts if prompt is not None])
-        return self._append(rows, *draw(logits, slots.sampling(rows)), policy_version)
+        return self._append(rows, *draw(logits, slots.sampling(rows), self._kernels), policy_version)
 
     def _prefill_partials(self, rows: np.ndarray) -> None:
         """Fill the cache of interrupted samples, up to the token before their last."""
@@ -184,20 +190,19 @@ class Batch:
             return grown
         if len(grown) < len(rows):
             logits = logits[self._tensor(grown)]
-        return self._append(grown, *draw(logits, slots.sampling(grown)), policy_version)
+        return self._append(grown, *draw(logits, slots.sampling(grown), self._kernels), policy_version)
 
     def _decode_rows(self, rows: np.ndarray) -> DecodeRows:
         slots = self.slots
         if self._sharing is None:
-            to_prompt, to_row = slots.sharing(self._prompts.count, self._num_kv_heads)
-            self._sharing = self._tensor(to_prompt), self._tensor(to_row)
+            maps = slots.sharing(self._prompts.count, self._num_kv_heads, self._rows_together)
+            self._sharing = Sharing(self._prompts.count, *map(self._tensor, maps))
         tokens = slots.tokens[rows, slots.cached[rows]].astype(np.int64)
         return DecodeRows(
             self._tensor(tokens),
             self._tensor(slots.cached[rows]),
             self._tensor(slots.prompt_length[rows]),
-            self._prompts.count,
-            *self._sharing,
+            self._sharing,
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -28,24 +28,40 @@ def num_columns(needed: int, fixed_step: int | None) -> int:
 class KvTable:
     """For each layer a tensor [2, S, G, T, D], of which the first rows and the first `columns` columns are read.
 
-    A row is cleared before it is used again: masked columns still take part in sums, so they must hold finite values.
-    In bf16 the columns that are read must be all that there are (other strides make the product's kernel copy its
-    operands), so the table is laid out anew whenever their number changes; in fp32 it keeps room to grow.
+    storages: the addresses of each layer's keys and values (of one and the same where a vector is both).
+
+    Unless compiled kernels read it, a row is cleared before it is used again: masked columns still take part in sums,
+    so they must hold finite values; and in bf16 the columns that are read must be all that there are (other strides
+    make torch's product copy its operands), so the table is laid out anew whenever their number changes. Else it keeps
+    room to grow.
     """
 
     def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, fixed_step: int | None = None
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fixed_step: int | None = None,
+        compiled: bool = False,
     ) -> None:
         self._shape = shape
         self._dtype = dtype
         self._device = device
         self._fixed_step = fixed_step
-        self._dense = dtype != torch.float32
+        self._compiled = compiled
+        self._dense = dtype != torch.float32 and not compiled
         self._memory: list[torch.Tensor] = []
         self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._layers: list[torch.Tensor] = []
         self._rows, self._room = 0, 0
         self.columns = 0
+        self.storages: list[tuple[int, int]] = []
+
+    @property
+    def room(self) -> int:
+        """Columns that there is memory for."""
+        return self._room
 
     @property
     def num_layers(self) -> int:
@@ -56,6 +72,7 @@ class KvTable:
         """Drop everything."""
         self._memory, self._layers, self._rows, self._room, self.columns = [], [], 0, 0, 0
         self._views.clear()
+        self.storages = []
 
     def fit(self, used: int, rows: int, needed: int) -> None:
         """Make room for `rows` rows and `needed` tokens, keeping the first `used` rows."""
@@ -82,9 +99,11 @@ class KvTable:
             layer = self._claim(index, math.prod(size)).view(size)
             if content is not None:
                 layer[:, :used, :, :kept] = content
-                layer[:, :used, :, kept:] = 0
+                if not self._compiled:
+                    layer[:, :used, :, kept:] = 0
             layers.append(layer)
         self._layers, self._rows, self._room = layers, rows, room
+        self.storages = [(layer[0].data_ptr(), layer[-1].data_ptr()) for layer in layers]
         self._views.clear()
 
     def _claim(self, index: int, count: int) -> torch.Tensor:
@@ -131,7 +150,9 @@ class KvTable:
             layer[:, target] = layer[:, source]
 
     def clear(self, row: int) -> None:
-        """Zero a row: it may hold what another sample left, and that may not be finite."""
+        """Zero a row, where that is needed: it may hold what another sample left, and that may not be finite."""
+        if self._compiled:
+            return
         for layer in self._layers:
             layer[:, row] = 0
 

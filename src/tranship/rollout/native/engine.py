@@ -18,6 +18,7 @@ import torch
 from tranship.layouts.pieces import Piece
 from tranship.rollout.engine import Capabilities, GroupRequest, SamplesFailed
 from tranship.rollout.native.batch import Batch
+from tranship.rollout.native.kernels import kernels_for
 from tranship.rollout.native.model import Chunk, Model
 from tranship.rollout.native.requests import Group, make_group
 from tranship.rollout.native.shape import read_shape
@@ -75,8 +76,12 @@ class NativeEngine:
         self._ignore_eos = ignore_eos
         self._decode = decode
         self.capabilities = Capabilities(deterministic=deterministic, partial_rollout=True)
+        # Its bits must not depend on whether there is a compiler.
+        kernels = None if deterministic else kernels_for(self._device, self._shape.head_dim)
         self._weights = Weights(self._shape, DTYPES[dtype], self._device)
-        self._model = Model(self._shape, self._device, max_tokens, fixed_columns=deterministic)
+        self._model = Model(
+            self._shape, self._device, DTYPES[dtype], max_tokens, fixed_columns=deterministic, kernels=kernels
+        )
         self._batch = Batch(
             self._shape,
             self._model,
@@ -85,6 +90,7 @@ class NativeEngine:
             dtype=DTYPES[dtype],
             device=self._device,
             deterministic=deterministic,
+            kernels=kernels,
             decode=decode,
         )
         self._queue: deque[Group] = deque()

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from tranship.rollout.native.kernels import Kernels
 from tranship.rollout.native.linear import make_linear
 from tranship.rollout.native.norm import RmsNorm, fold_norm
 from tranship.rollout.native.shape import ExpertShape, ModelShape
@@ -51,9 +52,9 @@ class GatedMlp:
 class DenseMlp:
     """One mlp for every token."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, own: str) -> None:
+    def __init__(self, shape: ModelShape, weights: Weights, own: str, kernels: Kernels | None) -> None:
         norm, gate_up = fold_norm(weights[f"{own}.mlp_norm"], weights[f"{own}.gate_up"])
-        self._norm = RmsNorm(norm, shape.norm_eps, gate_up.device)
+        self._norm = RmsNorm(norm, shape.norm_eps, gate_up.device, kernels)
         biases = weights.get(f"{own}.gate_up_bias"), weights.get(f"{own}.down_bias")
         self._mlp = GatedMlp(gate_up, weights[f"{own}.down"], *biases)
 
@@ -67,9 +68,11 @@ class ExpertMlp:
     What a token gets does not depend on the others: its experts' products are added in the order of its choice.
     """
 
-    def __init__(self, shape: ModelShape, experts: ExpertShape, weights: Weights, own: str) -> None:
+    def __init__(
+        self, shape: ModelShape, experts: ExpertShape, weights: Weights, own: str, kernels: Kernels | None
+    ) -> None:
         gate_up, down = weights[f"{own}.experts.gate_up"], weights[f"{own}.experts.down"]
-        self._norm = RmsNorm(weights[f"{own}.mlp_norm"], shape.norm_eps, gate_up.device)
+        self._norm = RmsNorm(weights[f"{own}.mlp_norm"], shape.norm_eps, gate_up.device, kernels)
         self._router = Router(experts, weights[f"{own}.router"], weights.get(f"{own}.correction"))
         self._experts = [GatedMlp(gate_up[index], down[index]) for index in range(experts.num_experts)]
         self._shared = None
@@ -137,9 +140,9 @@ def _sigmoid(x_NE: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(functional.pad(x_NE, (0, 0, 0, -count % 64)))[:count]
 
 
-def make_feed_forward(shape: ModelShape, weights: Weights, index: int) -> FeedForward:
-    """The second half of layer `index`."""
+def make_feed_forward(shape: ModelShape, weights: Weights, index: int, kernels: Kernels | None) -> FeedForward:
+    """The second half of layer `index`. kernels: for its norm."""
     own = f"layers.{index}"
     if shape.experts is not None and index in shape.expert_layers:
-        return ExpertMlp(shape, shape.experts, weights, own)
-    return DenseMlp(shape, weights, own)
+        return ExpertMlp(shape, shape.experts, weights, own, kernels)
+    return DenseMlp(shape, weights, own, kernels)

@@ -1,7 +1,7 @@
 """The forward pass of a decoder: packed whole sequences (prefill, probe), or one token of each slot (decode).
 
-Letters: N tokens (packed) or rows (decode), H hidden, Q query heads, G key heads, R = Q / G, D head_dim of the cache,
-S kept vectors of a token (keys and values of all key heads, or one latent), T columns, V vocabulary.
+Letters: N tokens (packed) or rows (decode), H hidden, Q query heads, G key heads, D head_dim of the cache, S kept
+vectors of a token (keys and values of all key heads, or one latent), T columns, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from torch.nn import functional
 
 from tranship.rollout.native.attention import Attention, make_attention
 from tranship.rollout.native.cache import KvTable
+from tranship.rollout.native.decode_attention import CompiledAttention, DecodeAttention, DecodeRows, PlainAttention
+from tranship.rollout.native.kernels import Kernels
 from tranship.rollout.native.linear import Linear, make_linear
 from tranship.rollout.native.mlp import FeedForward, make_feed_forward
 from tranship.rollout.native.norm import RmsNorm
 from tranship.rollout.native.shape import ModelShape
 from tranship.rollout.native.weights import Weights
-
-FIXED_COLUMNS = 128
-"""In deterministic mode attention reads keys and values in blocks of this width, so that no product's shape depends
-on how long the neighbours are."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +37,6 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class DecodeRows:
-    """What one decode step runs: int64 tensors.
-
-    token_N: the tokens. column_N: where each lies in its response. prompt_length_N. num_prompts: prompts that are
-    read. to_prompt [num_prompts x G x W]: for each prompt, key head and place (W: the most rows that share a prompt)
-    the row and key head (row x G + head) that stands there, any one where none does. to_row [N x G]: the inverse.
-    """
-
-    token_N: torch.Tensor
-    column_N: torch.Tensor
-    prompt_length_N: torch.Tensor
-    num_prompts: int
-    to_prompt: torch.Tensor
-    to_row: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Prepared:
     """All weights, ready for their kernels."""
 
@@ -66,12 +47,31 @@ class Prepared:
 
 
 class Model:
-    """Prepared weights and the passes over them. `prepare` must follow every change of the weights."""
+    """Prepared weights and the passes over them. `prepare` must follow every change of the weights.
 
-    def __init__(self, shape: ModelShape, device: torch.device, max_tokens: int, fixed_columns: bool) -> None:
+    fixed_columns: attention reads keys and values in blocks of `FIXED_COLUMNS`. kernels: compute what lies between
+    the products; None: torch does.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_tokens: int,
+        *,
+        fixed_columns: bool,
+        kernels: Kernels | None,
+    ) -> None:
         self._shape = shape
         self._device = device
         self._fixed_columns = fixed_columns
+        self._kernels = kernels
+        self._decode_attention: DecodeAttention = (
+            PlainAttention(shape, device, dtype, fixed_columns)
+            if kernels is None
+            else CompiledAttention(shape, kernels)
+        )
         angles = torch.arange(max_tokens + 1, dtype=torch.float32)[:, None] * shape.rope_frequencies
         turns = torch.polar(torch.full_like(angles, shape.rope_scale), angles)
         self._turns = turns.to(device)[:, None]
@@ -97,14 +97,14 @@ class Model:
         self._prepared = Prepared(
             embed=weights["embed"],
             layers=tuple(self._prepare_layer(weights, index) for index in range(shape.num_layers)),
-            norm=RmsNorm(weights["norm"], shape.norm_eps, self._device),
+            norm=RmsNorm(weights["norm"], shape.norm_eps, self._device, self._kernels),
             head=make_linear(weights["embed" if shape.tied else "lm_head"]),
         )
 
     def _prepare_layer(self, weights: Weights, index: int) -> tuple[Attention, FeedForward]:
         own = f"layers.{index}"
-        attention = make_attention(self._shape, weights, own, fixed=self._fixed_columns)
-        return attention, make_feed_forward(self._shape, weights, index)
+        attention = make_attention(self._shape, weights, own, fixed=self._fixed_columns, kernels=self._kernels)
+        return attention, make_feed_forward(self._shape, weights, index, self._kernels)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """[N, V] of final hidden states."""
@@ -165,75 +165,9 @@ class Model:
 
         The tables must have room for it.
         """
-        turns_N = self._turns.index_select(0, rows.prompt_length_N + rows.column_N)
-        scaled_N = turns_N * self._scale
-        index = responses.append_index(rows.column_N)
-        mask_N1T = self._decode_mask(rows, prompts.columns, responses.columns)
+        attend = self._decode_attention
+        attend.start(rows, self._turns.index_select(0, rows.prompt_length_N + rows.column_N), prompts, responses)
         x_NH = functional.embedding(rows.token_N, self._ready.embed)
-        shared, own = prompts.read(rows.num_prompts), responses.read(len(rows.token_N))
-        for number, (attention, feed_forward) in enumerate(self._ready.layers):
-            q_NQD, kv_NSD = attention.project(x_NH, scaled_N, turns_N)
-            responses.flat(number).index_put_((index,), kv_NSD)
-            x_NH = feed_forward(
-                attention.finish(x_NH, self._attend(q_NQD, shared[number], own[number], mask_N1T, rows))
-            )
+        for index, (attention, feed_forward) in enumerate(self._ready.layers):
+            x_NH = feed_forward(attention.finish(x_NH, attend(index, attention, x_NH)))
         return self._ready.head(self._ready.norm(x_NH))
-
-    def _decode_mask(self, rows: DecodeRows, prompt_columns: int, response_columns: int) -> torch.Tensor:
-        """[N, 1, P + T]: 0 for the row's own prompt and its response up to now, else -inf."""
-        beyond = torch.arange(prompt_columns, device=self._device) >= rows.prompt_length_N[:, None]
-        later = torch.arange(response_columns, device=self._device) > rows.column_N[:, None]
-        hidden = torch.cat([beyond, later], 1)
-        mask = torch.zeros(hidden.shape, dtype=self._ready.embed.dtype, device=self._device)
-        return mask.masked_fill_(hidden, float("-inf"))[:, None]
-
-    def _attend(
-        self,
-        q_NQD: torch.Tensor,
-        prompts: tuple[torch.Tensor, torch.Tensor],
-        responses: tuple[torch.Tensor, torch.Tensor],
-        mask_N1T: torch.Tensor,
-        rows: DecodeRows,
-    ) -> torch.Tensor:
-        """Each row's attention over its prompt and its response [N, Q D].
-
-        A prompt is read once for all rows that share it: their queries are gathered below each other. prompts: keys
-        [num_prompts G, D, P] and values [num_prompts G, P, D]; responses: [N G, D, T] and [N G, T, D].
-        """
-        count, repeat, dim = q_NQD.shape[0], self._shape.heads_per_kv, self._shape.head_dim
-        blocks, _, columns = prompts[0].shape
-        q = q_NQD.reshape(-1, repeat * dim)
-        q_shared = q.index_select(0, rows.to_prompt).view(blocks, -1, dim)
-        shared = self._scores(q_shared, prompts[0]).view(-1, repeat * columns)
-        shared = shared.index_select(0, rows.to_row).view(-1, repeat, columns)
-        scores = torch.cat([shared, self._scores(q.view(-1, repeat, dim), responses[0])], -1)
-        scores.view(count, -1, mask_N1T.shape[-1]).add_(mask_N1T)
-        probs = torch.softmax(scores, -1)
-        weights = probs[..., :columns].index_select(0, rows.to_prompt).view(blocks, -1, columns)
-        out = self._weigh(None, weights, prompts[1]).view(-1, repeat * dim)
-        out = out.index_select(0, rows.to_row).view(-1, repeat, dim)
-        return self._weigh(out, probs[..., columns:], responses[1]).view(count, -1)
-
-    def _scores(self, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Batched q [., M, D] times keys [., D, T]."""
-        if not self._fixed_columns:
-            return torch.bmm(q, keys)
-        if len(q) == 1:
-            return self._scores(_twice(q), _twice(keys))[:1]
-        return torch.cat([torch.bmm(q, block) for block in keys.split(FIXED_COLUMNS, 2)], 2)
-
-    def _weigh(self, start: torch.Tensor | None, probs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Batched probs [., M, T] times values [., T, D], added to `start` in place."""
-        if not self._fixed_columns:
-            return torch.bmm(probs, values) if start is None else start.baddbmm_(probs, values)
-        if len(probs) == 1:
-            return self._weigh(None if start is None else _twice(start), _twice(probs), _twice(values))[:1]
-        for part, block in zip(probs.split(FIXED_COLUMNS, 2), values.split(FIXED_COLUMNS, 1), strict=True):
-            start = torch.bmm(part, block) if start is None else start.baddbmm_(part, block)
-        assert start is not None, "no columns"
-        return start
-
-
-def _twice(x: torch.Tensor) -> torch.Tensor:
-    """A batch of one as two: the kernel for a single product is another one."""
-    return x.expand(2, -1, -1).contiguous()

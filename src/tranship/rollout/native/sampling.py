@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tranship.rollout.native.kernels import Kernels
+
 BLOCK = 256
 ROW_BUDGET = 1 << 20
 """Logits handled at a time: few enough to stay in a processor's cache between the passes over them."""
@@ -56,12 +58,15 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def draw(logits_NV: torch.Tensor, how: RowSampling) -> tuple[np.ndarray, np.ndarray]:
+def draw(logits_NV: torch.Tensor, how: RowSampling, kernels: Kernels | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Tokens int64 [N] and their log-probs float32 [N] under softmax(logits / temperature), before any cut.
 
     Temperature 0 takes the likeliest token and reports temperature 1. Cuts apply in the order top-k, top-p (of what
-    top-k left), min-p (times the likeliest). A row that is not finite gives the log-prob nan.
+    top-k left), min-p (times the likeliest). A row that is not finite gives the log-prob nan. kernels: draw rows
+    without cuts; None: torch does.
     """
+    if kernels is not None and not _is_cut(how).any():
+        return kernels.draw(logits_NV, how.temperature, uniforms(how.seed, how.position))
     count, vocab = logits_NV.shape
     step = max(1, ROW_BUDGET // vocab)
     tokens, logprobs = np.empty(count, np.int64), np.empty(count, np.float32)
@@ -69,6 +74,11 @@ def draw(logits_NV: torch.Tensor, how: RowSampling) -> tuple[np.ndarray, np.ndar
         rows = slice(start, start + step)
         tokens[rows], logprobs[rows] = _draw_rows(logits_NV[rows], how.rows(rows))
     return tokens, logprobs
+
+
+def _is_cut(how: RowSampling) -> np.ndarray:
+    """bool [N]: whether some tokens are left out."""
+    return (how.temperature > 0) & ((how.top_k > 0) | (how.top_p < 1) | (how.min_p > 0))
 
 
 def _draw_rows(logits_NV: torch.Tensor, how: RowSampling) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +90,7 @@ def _draw_rows(logits_NV: torch.Tensor, how: RowSampling) -> tuple[np.ndarray, n
         logits_NV = logits_NV / divisor[:, None]
     probs_NV = torch.softmax(logits_NV, -1)
     uniform_N = torch.from_numpy(uniforms(how.seed, how.position)).to(device)
-    cut = ~greedy & ((how.top_k > 0) | (how.top_p < 1) | (how.min_p > 0))
+    cut = _is_cut(how)
     plain = ~greedy & ~cut
     if plain.all():
         tokens_N = _inverse_cdf(probs_NV, uniform_N)

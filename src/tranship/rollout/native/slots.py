@@ -71,8 +71,9 @@ class Slots:
         self.end_ids[slot] = -1
         self.end_ids[slot, : len(end_ids)] = end_ids
 
-    def sharing(self, num_prompts: int, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
-        """The maps between rows and places of `DecodeRows`, int64: to_prompt and to_row. Every prompt must be known."""
+    def sharing(self, num_prompts: int, num_heads: int, together: int) -> tuple[np.ndarray, ...]:
+        """to_prompt, to_row, order and units of `Sharing`, int64; units of up to `together` rows. Every prompt must be
+        known."""
         where = np.array([prompt.index for prompt in self.prompts if prompt is not None])
         order = np.argsort(where, kind="stable")
         starts = np.searchsorted(where[order], np.arange(num_prompts))
@@ -82,7 +83,13 @@ class Slots:
         to_row = (where[:, None] * num_heads + heads) * width + place[:, None]
         to_prompt = np.zeros(num_prompts * num_heads * width, np.int64)
         to_prompt[to_row] = np.arange(self.count)[:, None] * num_heads + heads
-        return to_prompt, to_row.ravel()
+        ends = np.append(starts[1:], self.count)
+        units = [
+            (prompt, first, min(together, end - first))
+            for prompt, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
+            for first in range(start, end, together)
+        ]
+        return to_prompt, to_row.ravel(), order, np.array(units, np.int64)
 
     def sampling(self, rows: np.ndarray) -> RowSampling:
         """How the next token of each of these slots is drawn."""

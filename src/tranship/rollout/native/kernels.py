@@ -1,0 +1,175 @@
+"""Compiled kernels for what a decode step does between its matrix products on a CPU (`kernels.cpp`).
+
+They are built once for a machine, with the C++ compiler that is there, and kept in the cache folder. Where they cannot
+be built the engine computes the same with torch, slower, and a warning says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tranship.models.cache import build_once, cache_root
+from tranship.types import UserError
+
+LANES = 16
+"""Vectors of keys and values must have a multiple of so many elements."""
+QUERIES = 12
+"""Queries that read keys and values together."""
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
+_BUILD_LIMIT_S = 120.0
+_DTYPES = (torch.float32, torch.bfloat16)
+_log = logging.getLogger(__name__)
+
+
+class AttendArguments(ctypes.Structure):
+    """Decode attention of one layer, N rows; all tensors contiguous but for the strides between rows (in elements).
+
+    q [N, heads x repeat, dim], keys_in and values_in [N, heads, dim]: of the new tokens. turns: float32 [N, dim], the
+    complex factors of each pair, or null where q and keys are turned (and q scaled) already. keys, values [rows,
+    heads, room, dim]: the responses' cache, where row n keeps the new token at columns[n]; one and the same where a
+    vector is both. prompt_keys, prompt_values [prompts, heads, prompt_room, dim]. units int64 [num_units, 3]: prompt,
+    first place in order, number of rows, which all read that prompt. wide: fp32, else bf16. out [N, heads x repeat,
+    dim].
+    """
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "keys_in", "values_in")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "kv_stride")),
+        ("turns", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("wide", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        ("room", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("prompt_keys", "prompt_values")),
+        ("prompt_room", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("columns", "prompt_lengths", "order", "units")),
+        *((name, ctypes.c_int64) for name in ("num_units", "heads", "repeat", "dim")),
+        ("out", ctypes.c_void_p),
+    ]
+
+
+class Kernels:
+    """The functions of a built library."""
+
+    def __init__(self, library: Path) -> None:
+        functions = ctypes.CDLL(str(library))
+        pointer, number, single = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        self._attend = functions.tranship_attend
+        self._attend.argtypes = [ctypes.POINTER(AttendArguments)]
+        self._norm = functions.tranship_norm
+        self._norm.argtypes = [pointer, pointer, number, number, number, number, ctypes.c_float, single, pointer]
+        self._draw = functions.tranship_draw
+        self._draw.argtypes = [pointer, number, number, pointer, pointer, single, pointer, pointer]
+        for function in (self._attend, self._norm, self._draw):
+            function.restype = None
+
+    def attend(self, arguments: AttendArguments) -> None:
+        """Keep the new tokens' keys and values, and write what the queries attend to."""
+        self._attend(arguments)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """x [N, ..., D] over its root mean square of the last dimension, times weight ([..., D] without N); all but the
+        first dimension lie close together."""
+        inner = 1 if x.ndim == 2 else x.shape[1]
+        assert x[0].is_contiguous(), x.stride()
+        assert weight is None or weight.is_contiguous(), weight
+        assert weight is None or weight.dtype == x.dtype, weight
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._norm(
+            x.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            x.shape[0],
+            inner,
+            x.shape[-1],
+            x.stride(0),
+            eps,
+            x.dtype == torch.float32,
+            out.data_ptr(),
+        )
+        return out
+
+    def draw(
+        self, logits_NV: torch.Tensor, temperature_N: np.ndarray, uniform_N: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int64 [N] and log-probs float32 [N] of softmax(logits / temperature), by uniforms float64 in [0, 1);
+        temperature 0 takes the likeliest token and reports temperature 1. A row that is not finite gives nan."""
+        assert logits_NV.is_contiguous(), logits_NV.stride()
+        assert logits_NV.dtype in _DTYPES, logits_NV.dtype
+        count = len(logits_NV)
+        temperatures = np.ascontiguousarray(temperature_N, np.float32)
+        uniforms = np.ascontiguousarray(uniform_N, np.float64)
+        tokens, logprobs = np.empty(count, np.int64), np.empty(count, np.float32)
+        self._draw(
+            logits_NV.data_ptr(),
+            count,
+            logits_NV.shape[1],
+            temperatures.ctypes.data,
+            uniforms.ctypes.data,
+            logits_NV.dtype == torch.float32,
+            tokens.ctypes.data,
+            logprobs.ctypes.data,
+        )
+        return tokens, logprobs
+
+
+def kernels_for(device: torch.device, dim: int) -> Kernels | None:
+    """The kernels for keys of `dim` elements on a device; None where torch computes: not a CPU, another kind of `dim`,
+    or (with a warning) no working compiler."""
+    if device.type != "cpu" or dim % LANES:
+        return None
+    return _built()
+
+
+@lru_cache(maxsize=1)
+def _built() -> Kernels | None:
+    try:
+        return Kernels(build())
+    except (OSError, UserError) as error:
+        _log.warning("the native rollout engine decodes without compiled kernels, slower: %s", error)
+        return None
+
+
+def build() -> Path:
+    """The library, built unless it is in the cache. Raises UserError where that cannot be done."""
+    if platform.system() != "Linux":
+        raise UserError(f"its kernels are built on Linux alone, not on {platform.system()}")
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise UserError(f"there is no C++ compiler {os.environ.get('CXX', 'g++')!r}: install g++, or set CXX")
+    found = Path(compiler).resolve()
+    state = [_SOURCE.read_bytes(), *_FLAGS, found, found.stat().st_mtime_ns, platform.machine(), _processor()]
+    name = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+
+    def compile_into(folder: Path) -> None:
+        _compile(compiler, folder / "kernels.so")
+
+    return build_once(cache_root() / "kernels" / name, compile_into) / "kernels.so"
+
+
+def _processor() -> str:
+    """What the processor can do, as far as the system says."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _compile(compiler: str, library: Path) -> None:
+    command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(library)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{compiler} did not build {_SOURCE.name} within {_BUILD_LIMIT_S:.0f} s") from error
+    if done.returncode:
+        raise UserError(f"{compiler} cannot build {_SOURCE.name}: {done.stderr.strip()[:500]}")
