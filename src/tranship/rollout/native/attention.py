@@ -58,9 +58,9 @@ class HeadAttention:
         bias = weights.get(f"{own}.qkv_bias")
         self._shape = shape
         self._norm = RmsNorm(norm, shape.norm_eps, device, kernels)
-        self._qkv = make_linear(qkv[rows], None if bias is None else bias[rows])
+        self._qkv = make_linear(qkv[rows], None if bias is None else bias[rows], kernels)
         self._head_norm = _head_norm(shape, weights, own, order, kernels)
-        self._o = make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias"))
+        self._o = make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias"), kernels)
 
     def project(
         self, x_NH: torch.Tensor, q_turns: torch.Tensor, k_turns: torch.Tensor
@@ -114,18 +114,18 @@ class LatentAttention:
         rows = _latent_down_rows(shape, latent, order)
         self._shape, self._latent = shape, latent
         self._norm = RmsNorm(norm, shape.norm_eps, device, kernels)
-        self._down = make_linear(down[rows], None if bias is None else bias[rows])
+        self._down = make_linear(down[rows], None if bias is None else bias[rows], kernels)
         self._q_norm, self._q_up = None, None
         if latent.q_rank is not None:
             up = weights[f"{own}.q_up"][_latent_query_rows(shape, latent, order)]
             q_norm, up = fold_norm(weights[f"{own}.q_latent_norm"], up)
-            self._q_norm, self._q_up = RmsNorm(q_norm, LATENT_EPS, device, kernels), make_linear(up)
+            self._q_norm, self._q_up = RmsNorm(q_norm, LATENT_EPS, device, kernels), make_linear(up, None, kernels)
         self._kv_norm = RmsNorm(weights[f"{own}.kv_latent_norm"], LATENT_EPS, device, kernels)
         up_QXR = weights[f"{own}.kv_up"].view(shape.num_heads, latent.nope_dim + latent.value_dim, latent.kv_rank)
         keys, values = up_QXR[:, : latent.nope_dim], up_QXR[:, latent.nope_dim :]
         self._to_latent = HeadProduct((keys.float() * shape.attention_scale).to(keys.dtype), fixed)
         self._to_values = HeadProduct(values.transpose(1, 2), fixed)
-        self._o = make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias"))
+        self._o = make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias"), kernels)
 
     def project(
         self, x_NH: torch.Tensor, q_turns: torch.Tensor, k_turns: torch.Tensor

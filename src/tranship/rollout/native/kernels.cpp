@@ -9,6 +9,13 @@
 #include <limits>
 #include <vector>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 namespace {
 
 constexpr int L = 16;  // lanes
@@ -85,16 +92,19 @@ inline float highest(vf v) {
 inline vf sums(vf v[L]) {
 #define LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
 #define HIGH(a, b) __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
+#pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2) v[i] = LOW(v[i], v[i + 1]) + HIGH(v[i], v[i + 1]);
 #undef LOW
 #undef HIGH
 #define LOW(a, b) __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
 #define HIGH(a, b) __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#pragma GCC unroll 16
   for (int i = 0; i < 16; i += 4) v[i] = LOW(v[i], v[i + 2]) + HIGH(v[i], v[i + 2]);
 #undef LOW
 #undef HIGH
 #define LOW(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
 #define HIGH(a, b) __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
+#pragma GCC unroll 16
   for (int i = 0; i < 16; i += 8) v[i] = LOW(v[i], v[i + 4]) + HIGH(v[i], v[i + 4]);
 #undef LOW
 #undef HIGH
@@ -144,19 +154,29 @@ inline void turn(const T* x, const float* turns, float scale, int64_t dim, U* ou
   }
 }
 
-// out[t] = q . keys[t] for t < count, rounded up to whole vectors (keys has that many rows).
+// out[m][t] = q[m] . keys[t] for m < queries and t < count, rounded up to whole vectors (keys has that many rows).
 template <class T>
-inline void scores(const float* q, const T* keys, int64_t count, int64_t dim, float* out) {
+inline void scores(const float* q, int64_t queries, const T* keys, int64_t count, int64_t dim, float* wide,
+                   int64_t stride, float* out) {
   for (int64_t t = 0; t < count; t += L) {
-    vf acc[L];
-    const T* rows = keys + t * dim;
-    vf first = load(q);
-    for (int i = 0; i < L; i++) acc[i] = first * load(rows + i * dim);
-    for (int64_t d = L; d < dim; d += L) {
-      vf part = load(q + d);
-      for (int i = 0; i < L; i++) acc[i] += part * load(rows + i * dim + d);
+    const float* rows = wide;
+    if (sizeof(T) == sizeof(float))
+      rows = (const float*)(keys + t * dim);
+    else
+      for (int64_t d = 0; d < L * dim; d += L) store(wide + d, load(keys + t * dim + d));
+    for (int64_t m = 0; m < queries; m++) {
+      const float* one = q + m * dim;
+      vf acc[L];
+      vf part = load(one);
+#pragma GCC unroll 16
+      for (int i = 0; i < L; i++) acc[i] = part * load(rows + i * dim);
+      for (int64_t d = L; d < dim; d += L) {
+        part = load(one + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < L; i++) acc[i] += part * load(rows + i * dim + d);
+      }
+      store(out + m * stride + t, sums(acc));
     }
-    store(out + t, sums(acc));
   }
 }
 
@@ -241,19 +261,24 @@ void attend_unit(const Attend& a, int64_t prompt, int64_t first, int64_t rows, i
       std::memcpy((T*)a.values + at, (const T*)a.values_in + row * a.kv_stride + head * dim, dim * sizeof(T));
   }
   const int64_t width = prompt_width + whole(longest);
-  float* q = scratch(QUERIES * (2 * dim + width) + QUERIES);
+  float* q = scratch(QUERIES * (2 * dim + width + 1) + L * dim);
   float *made = q + QUERIES * dim, *probs = made + QUERIES * dim, *totals = probs + QUERIES * width;
+  float* wide = totals + QUERIES;
   for (int64_t start = 0; start < rows * repeat; start += QUERIES) {
     const int64_t count = std::min(QUERIES, rows * repeat - start);
     for (int64_t m = 0; m < count; m++) {
       const int64_t row = a.order[first + (start + m) / repeat], q_head = head * repeat + (start + m) % repeat;
       turn((const T*)a.q + row * a.q_stride + q_head * dim, a.turns ? a.turns + row * dim : nullptr, a.scale, dim,
            q + m * dim);
-      scores(q + m * dim, (const T*)a.keys + (row * a.heads + head) * a.room * dim, a.columns[row] + 1, dim,
-             probs + m * width + prompt_width);
     }
-    for (int64_t t = 0; t < prompt_length; t += L)
-      for (int64_t m = 0; m < count; m++) scores(q + m * dim, prompt_keys + t * dim, 1, dim, probs + m * width + t);
+    scores(q, count, prompt_keys, prompt_length, dim, wide, width, probs);
+    for (int64_t m = 0; m < count;) {
+      const int64_t i = (start + m) / repeat, row = a.order[first + i];
+      const int64_t of_row = std::min((i + 1) * repeat - start, count) - m;
+      scores(q + m * dim, of_row, (const T*)a.keys + (row * a.heads + head) * a.room * dim, a.columns[row] + 1, dim,
+             wide, width, probs + m * width + prompt_width);
+      m += of_row;
+    }
     for (int64_t m = 0; m < count; m++) {
       float *shared = probs + m * width, *own = shared + prompt_width;
       const int64_t kept = a.columns[a.order[first + (start + m) / repeat]] + 1;
@@ -286,30 +311,198 @@ void attend(const Attend& a) {
   }
 }
 
+constexpr int64_t ROWS = 14;            // rows of a product whose sums are kept in registers at a time
+constexpr int64_t PANEL = 2 * L;        // columns of a product that are computed together
+constexpr int64_t DEEP = 12 * ROWS;     // rows that pass over a panel of the weight before the next one is read
+constexpr int64_t WAKE = 1 << 20;       // multiplications for which a second thread is woken
+constexpr int64_t STRIDE = 8;           // words between two looks ahead
+enum Behind { NOTHING, ADD, GATE };
+
+}  // namespace
+
+struct Product {
+  const void *x, *weight, *bias, *other;
+  int64_t rows, inner, columns, x_stride;
+  int32_t wide, wide_out, behind;
+  void* out;
+};
+
+namespace {
+
+// A word is one fp32 number or two bf16 ones: what one lane multiplies at a time.
+template <class T>
+struct Word;
+template <>
+struct Word<float> {
+  static constexpr int64_t numbers = 1;
+  static inline vf multiply(vf sum, vf weight, float x) { return sum + weight * x; }
+};
+template <>
+struct Word<bf16> {
+  static constexpr int64_t numbers = 2;
+#ifdef __AVX512BF16__
+  static inline vf multiply(vf sum, vf weight, float x) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)splat_bits(x));
+  }
+  static inline vf splat_bits(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (vf)(vi{} + bits);
+  }
+#else
+  static inline vf multiply(vf sum, vf, float) { return sum; }  // never called: see tranship_products
+#endif
+};
+
+inline vf silu(vf x) {
+  vf e = exp_neg(x > 0.f ? -x : x);
+  return x * (x > 0.f ? splat(1.f) : e) / (1.f + e);
+}
+
+// Up to a vector of numbers, count of them.
+template <class T>
+inline vf load_some(const T* p, int64_t count) {
+  if (count >= L) return load(p);
+  T part[L] = {};
+  std::memcpy(part, p, count * sizeof(T));
+  return load(part);
+}
+template <class T>
+inline void store_some(T* p, vf v, int64_t count) {
+  if (count >= L) return store(p, v);
+  T part[L];
+  store(part, v);
+  std::memcpy(p, part, count * sizeof(T));
+}
+
+// Write one vector of a product, with what is behind it.
+template <class T, class O>
+inline void finish(const Product& g, int64_t row, int64_t column, vf sum) {
+  const int64_t count = g.columns - column, at = row * g.columns + column;
+  if (count <= 0) return;
+  if (g.bias) sum += load_some((const T*)g.bias + column, count);
+  if (g.behind == ADD) sum += load_some((const O*)g.other + at, count);
+  store_some((O*)g.out + at, sum, count);
+}
+
+// M rows of x times one panel of the weight, with what is behind it. ahead: the next panel, of which `lines` cache lines
+// are asked for every few words.
+template <int M, class T, class O>
+void product_tile(const Product& g, int64_t row, int64_t panel, const char* ahead, int64_t lines) {
+  const int64_t words = g.inner / Word<T>::numbers, x_words = g.x_stride / Word<T>::numbers;
+  const float* weight = (const float*)g.weight + panel * words * PANEL;
+  const float* x = (const float*)g.x + row * x_words;
+  vf acc[M][2];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vf{};
+  for (int64_t start = 0; start < words; start += STRIDE) {
+    for (int64_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    const int64_t stop = std::min(start + STRIDE, words);
+    for (int64_t k = start; k < stop; k++) {
+      const vf low = load(weight + k * PANEL), high = load(weight + k * PANEL + L);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; m++) {
+        const float factor = x[m * x_words + k];
+        acc[m][0] = Word<T>::multiply(acc[m][0], low, factor);
+        acc[m][1] = Word<T>::multiply(acc[m][1], high, factor);
+      }
+    }
+  }
+  if (g.behind == GATE) {
+    const T* bias = (const T*)g.bias;
+    const int64_t width = g.columns / 2, column = panel * L, count = std::min<int64_t>(L, width - column);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+      vf gate = acc[m][0], up = acc[m][1];
+      if (bias) gate += load_some(bias + column, count), up += load_some(bias + width + column, count);
+      store_some((O*)g.out + (row + m) * width + column, silu(gate) * up, count);
+    }
+    return;
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++) {
+    finish<T, O>(g, row + m, panel * PANEL, acc[m][0]);
+    finish<T, O>(g, row + m, panel * PANEL + L, acc[m][1]);
+  }
+}
+
+template <class T, class O>
+void product_rows(const Product& g, int64_t row, int64_t count, int64_t panel, const char* ahead, int64_t lines) {
+  switch (count) {
+#define CASE(M) \
+  case M: return product_tile<M, T, O>(g, row, panel, ahead, lines);
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
+#undef CASE
+  }
+}
+
+inline int64_t num_panels(int64_t columns, bool gate) { return gate ? (columns / 2 + L - 1) / L : (columns + PANEL - 1) / PANEL; }
+
+template <class T, class O>
+void product(const Product& g) {
+  const int64_t panels = num_panels(g.columns, g.behind == GATE), words = g.inner / Word<T>::numbers;
+#pragma omp parallel if (g.rows * g.columns * g.inner > WAKE)
+  {
+    int64_t thread = 0, threads = 1;
+#ifdef _OPENMP
+    thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#endif
+    const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
+    for (int64_t top = 0; top < g.rows; top += DEEP) {
+      const int64_t deep = std::min(DEEP, g.rows - top), tiles = (deep + ROWS - 1) / ROWS;
+      for (int64_t panel = first; panel < last; panel++) {
+        const int64_t lines = panel + 1 < last ? (2 * STRIDE + tiles - 1) / tiles : 0;
+        const char* ahead = (const char*)((const float*)g.weight + (panel + 1) * words * PANEL);
+        for (int64_t tile = 0; tile < tiles; tile++) {
+          const int64_t from = deep * tile / tiles, to = deep * (tile + 1) / tiles;
+          product_rows<T, O>(g, top + from, to - from, panel, ahead, lines);
+          ahead += 64 * lines * ((words + STRIDE - 1) / STRIDE);
+        }
+      }
+    }
+  }
+}
+
+// The weight [columns, inner] as panels, word by word; a gate's panel has its own columns, then those that it gates.
+template <class W>
+void pack(const W* weight, int64_t columns, int64_t words, bool gate, W* out) {
+  const int64_t panels = num_panels(columns, gate);
+#pragma omp parallel for
+  for (int64_t panel = 0; panel < panels; panel++)
+    for (int64_t lane = 0; lane < PANEL; lane++) {
+      int64_t row = panel * PANEL + lane, end = columns;
+      if (gate) {
+        const int64_t half = columns / 2, up = lane >= L;
+        row = panel * L + lane % L + up * half, end = half + up * half;
+      }
+      W* to = out + panel * words * PANEL + lane;
+      const W* from = weight + row * words;
+      for (int64_t k = 0; k < words; k++) to[k * PANEL] = row < end ? from[k] : 0;
+    }
+}
+
 template <class T>
 void norm_one(const T* x, const T* weight, int64_t dim, float eps, T* out) {
-  vf total = {};
+  vf part[4] = {};
   int64_t d = 0;
+  for (; d + 4 * L <= dim; d += 4 * L)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      const vf v = load(x + d + i * L);
+      part[i] += v * v;
+    }
   for (; d + L <= dim; d += L) {
-    vf v = load(x + d);
-    total += v * v;
+    const vf v = load(x + d);
+    part[0] += v * v;
   }
+  const vf total = (part[0] + part[1]) + (part[2] + part[3]);
   float rest = 0;
   for (; d < dim; d++) rest += widen(x[d]) * widen(x[d]);
   const float scale = 1.f / std::sqrt((sum(total) + rest) / dim + eps);
   for (d = 0; d < dim; d += L) {
     const int64_t count = std::min<int64_t>(L, dim - d);
-    T part[L] = {}, factor[L] = {};
-    if (count == L) {
-      vf v = load(x + d) * scale;
-      store(out + d, weight ? v * load(weight + d) : v);
-      continue;
-    }
-    std::memcpy(part, x + d, count * sizeof(T));
-    if (weight) std::memcpy(factor, weight + d, count * sizeof(T));
-    vf v = load(part) * scale;
-    store(part, weight ? v * load(factor) : v);
-    std::memcpy(out + d, part, count * sizeof(T));
+    const vf v = load_some(x + d, count) * scale;
+    store_some(out + d, weight ? v * load_some(weight + d, count) : v, count);
   }
 }
 
@@ -377,6 +570,30 @@ void draw(const T* logits, int64_t rows, int64_t vocab, const float* temperature
 }  // namespace
 
 extern "C" {
+
+// Bit 0: products of fp32 are fast here, bit 1: of bf16.
+int32_t tranship_products() {
+#if defined(__AVX512F__) && defined(__AVX512BF16__)
+  return 3;
+#elif defined(__AVX512F__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+void tranship_product(const Product* g) {
+  if (g->wide)
+    product<float, float>(*g);
+  else if (g->wide_out)
+    product<bf16, float>(*g);
+  else
+    product<bf16, bf16>(*g);
+}
+
+void tranship_pack(const void* weight, int64_t columns, int64_t words, int32_t gate, void* out) {
+  pack((const uint32_t*)weight, columns, words, gate, (uint32_t*)out);
+}
 
 void tranship_attend(const Attend* a) { a->wide ? attend<float>(*a) : attend<bf16>(*a); }
 

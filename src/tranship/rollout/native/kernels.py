@@ -61,6 +61,24 @@ class AttendArguments(ctypes.Structure):
     ]
 
 
+class ProductArguments(ctypes.Structure):
+    """x [rows, inner] times a packed weight [columns, inner], plus a bias [columns] unless null; all tensors contiguous
+    but for the strides between x's rows (in elements). other: as out, added where behind is `ADD`. behind `GATE`: the
+    weight is two of the same size, and out is silu of the first product times the second. wide: fp32, else bf16;
+    wide_out: the same of out.
+    """
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "other")),
+        *((name, ctypes.c_int64) for name in ("rows", "inner", "columns", "x_stride")),
+        *((name, ctypes.c_int32) for name in ("wide", "wide_out", "behind")),
+        ("out", ctypes.c_void_p),
+    ]
+
+
+NOTHING, ADD, GATE = range(3)
+
+
 class Kernels:
     """The functions of a built library."""
 
@@ -73,18 +91,41 @@ class Kernels:
         self._norm.argtypes = [pointer, pointer, number, number, number, number, ctypes.c_float, single, pointer]
         self._draw = functions.tranship_draw
         self._draw.argtypes = [pointer, number, number, pointer, pointer, single, pointer, pointer]
-        for function in (self._attend, self._norm, self._draw):
+        self._product = functions.tranship_product
+        self._product.argtypes = [ctypes.POINTER(ProductArguments)]
+        self._pack = functions.tranship_pack
+        self._pack.argtypes = [pointer, number, number, single, pointer]
+        for function in (self._attend, self._norm, self._draw, self._product, self._pack):
             function.restype = None
+        functions.tranship_products.restype = single
+        self._products = functions.tranship_products()
 
     def attend(self, arguments: AttendArguments) -> None:
         """Keep the new tokens' keys and values, and write what the queries attend to."""
         self._attend(arguments)
 
+    def has_product(self, weight_OI: torch.Tensor) -> bool:
+        """Whether this processor has a fast product for such a weight."""
+        words = weight_OI.shape[1] * weight_OI.element_size() % 4 == 0
+        return words and bool(self._products & {torch.float32: 1, torch.bfloat16: 2}.get(weight_OI.dtype, 0))
+
+    def pack(self, weight_OI: torch.Tensor, gate: bool) -> torch.Tensor:
+        """float32 [.]: a copy of the weight in the order that `product` reads. gate: of a gate and what it gates."""
+        columns, words = weight_OI.shape[0], weight_OI.shape[1] * weight_OI.element_size() // 4
+        panels = -(-columns // 2 // LANES) if gate else -(-columns // (2 * LANES))
+        packed = torch.empty(panels * 2 * LANES * words, dtype=torch.float32)
+        self._pack(weight_OI.contiguous().data_ptr(), columns, words, gate, packed.data_ptr())
+        return packed
+
+    def product(self, arguments: ProductArguments) -> None:
+        """Write the product."""
+        self._product(arguments)
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """x [N, ..., D] over its root mean square of the last dimension, times weight ([..., D] without N); all but the
         first dimension lie close together."""
         inner = 1 if x.ndim == 2 else x.shape[1]
-        assert x[0].is_contiguous(), x.stride()
+        assert x.stride(-1) == 1, x.stride()
         assert weight is None or weight.is_contiguous(), weight
         assert weight is None or weight.dtype == x.dtype, weight
         out = torch.empty(x.shape, dtype=x.dtype)

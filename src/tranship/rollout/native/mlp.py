@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from tranship.rollout.native.kernels import Kernels
-from tranship.rollout.native.linear import make_linear
+from tranship.rollout.native.linear import make_gated, make_linear
 from tranship.rollout.native.norm import RmsNorm, fold_norm
 from tranship.rollout.native.shape import ExpertShape, ModelShape
 from tranship.rollout.native.weights import Weights
@@ -34,19 +34,19 @@ class GatedMlp:
         down: torch.Tensor,
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
+        *,
+        kernels: Kernels | None,
     ) -> None:
-        mlp = gate_up.shape[0] // 2
-        self._gate = make_linear(gate_up[:mlp], None if gate_up_bias is None else gate_up_bias[:mlp])
-        self._up = make_linear(gate_up[mlp:], None if gate_up_bias is None else gate_up_bias[mlp:])
-        self._down = make_linear(down, down_bias)
+        self._gated = make_gated(gate_up, gate_up_bias, kernels)
+        self._down = make_linear(down, down_bias, kernels)
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         """[N, H]."""
-        return self._down(self._up.mul(x_NH, self._gate.silu(x_NH)))
+        return self._down(self._gated(x_NH))
 
     def add(self, x_NH: torch.Tensor, other_NH: torch.Tensor) -> torch.Tensor:
         """The same plus `other_NH`."""
-        return self._down.add(self._up.mul(x_NH, self._gate.silu(x_NH)), other_NH)
+        return self._down.add(self._gated(x_NH), other_NH)
 
 
 class DenseMlp:
@@ -56,7 +56,7 @@ class DenseMlp:
         norm, gate_up = fold_norm(weights[f"{own}.mlp_norm"], weights[f"{own}.gate_up"])
         self._norm = RmsNorm(norm, shape.norm_eps, gate_up.device, kernels)
         biases = weights.get(f"{own}.gate_up_bias"), weights.get(f"{own}.down_bias")
-        self._mlp = GatedMlp(gate_up, weights[f"{own}.down"], *biases)
+        self._mlp = GatedMlp(gate_up, weights[f"{own}.down"], *biases, kernels=kernels)
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         return self._mlp.add(self._norm(x_NH), x_NH)
@@ -73,12 +73,14 @@ class ExpertMlp:
     ) -> None:
         gate_up, down = weights[f"{own}.experts.gate_up"], weights[f"{own}.experts.down"]
         self._norm = RmsNorm(weights[f"{own}.mlp_norm"], shape.norm_eps, gate_up.device, kernels)
-        self._router = Router(experts, weights[f"{own}.router"], weights.get(f"{own}.correction"))
-        self._experts = [GatedMlp(gate_up[index], down[index]) for index in range(experts.num_experts)]
+        self._router = Router(experts, weights[f"{own}.router"], weights.get(f"{own}.correction"), kernels)
+        self._experts = [GatedMlp(gate_up[index], down[index], kernels=kernels) for index in range(experts.num_experts)]
         self._shared = None
         if experts.shared_mlp:
             parts = (weights.get(f"{own}.shared.{name}") for name in ("gate_up_bias", "down_bias"))
-            self._shared = GatedMlp(weights[f"{own}.shared.gate_up"], weights[f"{own}.shared.down"], *parts)
+            self._shared = GatedMlp(
+                weights[f"{own}.shared.gate_up"], weights[f"{own}.shared.down"], *parts, kernels=kernels
+            )
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         normed_NH = self._norm(x_NH)
@@ -104,10 +106,16 @@ class Router:
     """Which experts a token passes, and the share of each (Qwen3-MoE; DeepSeek-V2, section 2.1.3; DeepSeek-V3, Liu et
     al. 2024, section 2.1.2, equations 13 to 16)."""
 
-    def __init__(self, experts: ExpertShape, weight_EH: torch.Tensor, correction_E: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        experts: ExpertShape,
+        weight_EH: torch.Tensor,
+        correction_E: torch.Tensor | None,
+        kernels: Kernels | None = None,
+    ) -> None:
         self._kind = experts
         self._dtype = weight_EH.dtype
-        self._product = make_linear(weight_EH)
+        self._product = make_linear(weight_EH, None, kernels)
         self._correction_E = correction_E
 
     def __call__(self, x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -98,7 +98,7 @@ class Model:
             embed=weights["embed"],
             layers=tuple(self._prepare_layer(weights, index) for index in range(shape.num_layers)),
             norm=RmsNorm(weights["norm"], shape.norm_eps, self._device, self._kernels),
-            head=make_linear(weights["embed" if shape.tied else "lm_head"]),
+            head=make_linear(weights["embed" if shape.tied else "lm_head"], None, self._kernels),
         )
 
     def _prepare_layer(self, weights: Weights, index: int) -> tuple[Attention, FeedForward]:
@@ -107,8 +107,8 @@ class Model:
         return attention, make_feed_forward(self._shape, weights, index, self._kernels)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """[N, V] of final hidden states."""
-        return self._ready.head(hidden_NH)
+        """float32 [N, V] of final hidden states."""
+        return self._ready.head.wide(hidden_NH)
 
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run several chunks, packed one after the other; no token sees another chunk.
@@ -161,7 +161,8 @@ class Model:
         return out_1QLD[0].transpose(0, 1).flatten(1)
 
     def decode(self, rows: DecodeRows, prompts: KvTable, responses: KvTable) -> torch.Tensor:
-        """Run one token of each of rows 0..N-1 of `responses` and keep its keys and values; returns the logits [N, V].
+        """Run one token of each of rows 0..N-1 of `responses` and keep its keys and values; returns the logits,
+        float32 [N, V].
 
         The tables must have room for it.
         """
@@ -170,4 +171,4 @@ class Model:
         x_NH = functional.embedding(rows.token_N, self._ready.embed)
         for index, (attention, feed_forward) in enumerate(self._ready.layers):
             x_NH = feed_forward(attention.finish(x_NH, attend(index, attention, x_NH)))
-        return self._ready.head(self._ready.norm(x_NH))
+        return self._ready.head.wide(self._ready.norm(x_NH))
