@@ -1,6 +1,7 @@
 // What one decode step does between the matrix products on a CPU: norms, rotary embedding with attention, sampling.
 // Called from kernels.py, which says what each argument is. Sums are in fp32 (across blocks of the vocabulary in fp64),
-// whatever the dtype; no row's result depends on the rows beside it.
+// whatever the dtype; no row's result depends on the rows beside it. They need AVX-512: with narrower vectors torch is
+// faster.
 
 #include <algorithm>
 #include <cmath>
@@ -9,9 +10,7 @@
 #include <limits>
 #include <vector>
 
-#ifdef __AVX512BF16__
 #include <immintrin.h>
-#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -22,11 +21,11 @@ constexpr int L = 16;  // lanes
 typedef float vf __attribute__((vector_size(4 * L)));
 typedef int32_t vi __attribute__((vector_size(4 * L)));
 typedef uint32_t vu __attribute__((vector_size(4 * L)));
-typedef uint16_t vh __attribute__((vector_size(2 * L)));
 typedef uint16_t bf16;
 
 constexpr int64_t TILE = 6;          // queries whose sums are kept in registers at a time
 constexpr int64_t QUERIES = 12;      // queries that read keys and values together
+constexpr int64_t AHEAD = 16 << 10;  // bytes of one row's keys that are asked for before they are used
 constexpr int64_t BLOCK = 256;       // tokens of the vocabulary that are summed in fp32
 constexpr int64_t SERIAL = 1 << 18;  // elements of a norm for which a second thread is not worth waking
 
@@ -38,16 +37,14 @@ inline vf load(const float* p) {
   return v;
 }
 inline vf load(const bf16* p) {
-  vh h;
-  std::memcpy(&h, p, sizeof h);
-  return (vf)(__builtin_convertvector(h, vu) << 16);
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 }
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 inline void store(bf16* p, vf v) {
   vu u = (vu)v;
   vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  vh h = __builtin_convertvector((vi)(v != v) ? vu{} + 0x7fc0 : rounded, vh);
-  std::memcpy(p, &h, sizeof h);
+  rounded = v != v ? vu{} + 0x7fc0 : rounded;
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)rounded));
 }
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) {
@@ -137,6 +134,24 @@ struct Attend {
 
 namespace {
 
+// What is read after the present part, asked for from memory a few cache lines at a time.
+struct Ahead {
+  static constexpr int64_t MOST = 2 * QUERIES;
+  const char* starts[MOST];
+  int64_t lines[MOST], count = 0, segment = 0, line = 0, total = 0;
+  void add(const void* start, int64_t bytes) {
+    if (count == MOST || !bytes) return;
+    starts[count] = (const char*)start, lines[count] = std::min<int64_t>(bytes, AHEAD) / 64, total += lines[count];
+    count++;
+  }
+  void fetch(int64_t wanted) {
+    for (; wanted > 0 && segment < count; wanted--) {
+      __builtin_prefetch(starts[segment] + 64 * line);
+      if (++line == lines[segment]) line = 0, segment++;
+    }
+  }
+};
+
 // dim elements, pairs turned by complex factors (or not), times scale.
 template <class T, class U>
 inline void turn(const T* x, const float* turns, float scale, int64_t dim, U* out) {
@@ -157,7 +172,7 @@ inline void turn(const T* x, const float* turns, float scale, int64_t dim, U* ou
 // out[m][t] = q[m] . keys[t] for m < queries and t < count, rounded up to whole vectors (keys has that many rows).
 template <class T>
 inline void scores(const float* q, int64_t queries, const T* keys, int64_t count, int64_t dim, float* wide,
-                   int64_t stride, float* out) {
+                   int64_t stride, float* out, Ahead& ahead, int64_t lines) {
   for (int64_t t = 0; t < count; t += L) {
     const float* rows = wide;
     if (sizeof(T) == sizeof(float))
@@ -165,6 +180,7 @@ inline void scores(const float* q, int64_t queries, const T* keys, int64_t count
     else
       for (int64_t d = 0; d < L * dim; d += L) store(wide + d, load(keys + t * dim + d));
     for (int64_t m = 0; m < queries; m++) {
+      ahead.fetch(lines);
       const float* one = q + m * dim;
       vf acc[L];
       vf part = load(one);
@@ -251,9 +267,12 @@ void attend_unit(const Attend& a, int64_t prompt, int64_t first, int64_t rows, i
   const T* prompt_keys = (const T*)a.prompt_keys + (prompt * a.heads + head) * a.prompt_room * dim;
   const T* prompt_values = (const T*)a.prompt_values + (prompt * a.heads + head) * a.prompt_room * dim;
   int64_t longest = 0;
+  Ahead ahead;
   for (int64_t i = 0; i < rows; i++) {
     const int64_t row = a.order[first + i], column = a.columns[row];
-    const int64_t at = ((row * a.heads + head) * a.room + column) * dim;
+    const int64_t begin = (row * a.heads + head) * a.room * dim, at = begin + column * dim;
+    ahead.add((T*)a.keys + begin, column * dim * sizeof(T));
+    if (a.values != a.keys) ahead.add((T*)a.values + begin, column * dim * sizeof(T));
     longest = std::max(longest, column + 1);
     turn((const T*)a.keys_in + row * a.kv_stride + head * dim, a.turns ? a.turns + row * dim : nullptr, 1.f, dim,
          (T*)a.keys + at);
@@ -271,12 +290,13 @@ void attend_unit(const Attend& a, int64_t prompt, int64_t first, int64_t rows, i
       turn((const T*)a.q + row * a.q_stride + q_head * dim, a.turns ? a.turns + row * dim : nullptr, a.scale, dim,
            q + m * dim);
     }
-    scores(q, count, prompt_keys, prompt_length, dim, wide, width, probs);
+    const int64_t parts = count * (prompt_width / L);
+    scores(q, count, prompt_keys, prompt_length, dim, wide, width, probs, ahead, (ahead.total + parts - 1) / parts);
     for (int64_t m = 0; m < count;) {
       const int64_t i = (start + m) / repeat, row = a.order[first + i];
       const int64_t of_row = std::min((i + 1) * repeat - start, count) - m;
       scores(q + m * dim, of_row, (const T*)a.keys + (row * a.heads + head) * a.room * dim, a.columns[row] + 1, dim,
-             wide, width, probs + m * width + prompt_width);
+             wide, width, probs + m * width + prompt_width, ahead, 0);
       m += of_row;
     }
     for (int64_t m = 0; m < count; m++) {
@@ -350,7 +370,7 @@ struct Word<bf16> {
     return (vf)(vi{} + bits);
   }
 #else
-  static inline vf multiply(vf sum, vf, float) { return sum; }  // never called: see tranship_products
+  static inline vf multiply(vf sum, vf, float) { return sum; }  // never called: see tranship_has_bf16
 #endif
 };
 
@@ -571,11 +591,9 @@ void draw(const T* logits, int64_t rows, int64_t vocab, const float* temperature
 
 extern "C" {
 
-// Bit 0: products of fp32 are fast here, bit 1: of bf16.
-int32_t tranship_products() {
-#if defined(__AVX512F__) && defined(__AVX512BF16__)
-  return 3;
-#elif defined(__AVX512F__)
+// Whether this processor multiplies bf16.
+int32_t tranship_has_bf16() {
+#ifdef __AVX512BF16__
   return 1;
 #else
   return 0;

@@ -1,7 +1,7 @@
-"""Compiled kernels for what a decode step does between its matrix products on a CPU (`kernels.cpp`).
+"""Compiled kernels for a CPU with AVX-512 (`kernels.cpp`): decode attention, norms, drawing, products.
 
-They are built once for a machine, with the C++ compiler that is there, and kept in the cache folder. Where they cannot
-be built the engine computes the same with torch, slower, and a warning says why.
+They are built once for a machine, with the C++ compiler that is there, and kept in the cache folder. Elsewhere, and
+where they cannot be built (a warning says why), the engine computes the same with torch, slower.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 from functools import lru_cache
@@ -97,8 +96,8 @@ class Kernels:
         self._pack.argtypes = [pointer, number, number, single, pointer]
         for function in (self._attend, self._norm, self._draw, self._product, self._pack):
             function.restype = None
-        functions.tranship_products.restype = single
-        self._products = functions.tranship_products()
+        functions.tranship_has_bf16.restype = single
+        self._dtypes = (torch.float32, torch.bfloat16) if functions.tranship_has_bf16() else (torch.float32,)
 
     def attend(self, arguments: AttendArguments) -> None:
         """Keep the new tokens' keys and values, and write what the queries attend to."""
@@ -106,8 +105,7 @@ class Kernels:
 
     def has_product(self, weight_OI: torch.Tensor) -> bool:
         """Whether this processor has a fast product for such a weight."""
-        words = weight_OI.shape[1] * weight_OI.element_size() % 4 == 0
-        return words and bool(self._products & {torch.float32: 1, torch.bfloat16: 2}.get(weight_OI.dtype, 0))
+        return weight_OI.dtype in self._dtypes and weight_OI.shape[1] * weight_OI.element_size() % 4 == 0
 
     def pack(self, weight_OI: torch.Tensor, gate: bool) -> torch.Tensor:
         """float32 [.]: a copy of the weight in the order that `product` reads. gate: of a gate and what it gates."""
@@ -167,9 +165,9 @@ class Kernels:
 
 
 def kernels_for(device: torch.device, dim: int) -> Kernels | None:
-    """The kernels for keys of `dim` elements on a device; None where torch computes: not a CPU, another kind of `dim`,
-    or (with a warning) no working compiler."""
-    if device.type != "cpu" or dim % LANES:
+    """The kernels for keys of `dim` elements on a device; None where torch computes: not a CPU with AVX-512, another
+    kind of `dim`, or (with a warning) no working compiler."""
+    if device.type != "cpu" or dim % LANES or "avx512f" not in _processor().split():
         return None
     return _built()
 
@@ -185,13 +183,11 @@ def _built() -> Kernels | None:
 
 def build() -> Path:
     """The library, built unless it is in the cache. Raises UserError where that cannot be done."""
-    if platform.system() != "Linux":
-        raise UserError(f"its kernels are built on Linux alone, not on {platform.system()}")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise UserError(f"there is no C++ compiler {os.environ.get('CXX', 'g++')!r}: install g++, or set CXX")
     found = Path(compiler).resolve()
-    state = [_SOURCE.read_bytes(), *_FLAGS, found, found.stat().st_mtime_ns, platform.machine(), _processor()]
+    state = [_SOURCE.read_bytes(), *_FLAGS, found, found.stat().st_mtime_ns, _processor()]
     name = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     def compile_into(folder: Path) -> None:
@@ -201,9 +197,10 @@ def build() -> Path:
 
 
 def _processor() -> str:
-    """What the processor can do, as far as the system says."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    """What the processor can do, as Linux says; empty on another system."""
+    said = Path("/proc/cpuinfo")
+    lines = said.read_text().splitlines() if said.exists() else []
+    return next((line for line in lines if line.startswith("flags")), "")
 
 
 def _compile(compiler: str, library: Path) -> None:
