@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tranship.bench.rollout_work import LONGEST, answer
+from tranship.rollout.native.kernels import kernels_for
 from tranship.rollout.native.linear import make_linear
 from tranship.rollout.native.shape import ModelShape, read_shape
 
@@ -65,7 +66,8 @@ class Side:
         target = torch.zeros_like(source)
         bandwidth = 2 * _COPY_BYTES / _best(lambda: target.copy_(source))
         shape = self._shape
-        linear = make_linear(torch.randn(shape.mlp, shape.hidden).to(self._dtype))
+        weight = torch.randn(shape.mlp, shape.hidden).to(self._dtype)
+        linear = make_linear(weight, None, kernels_for(weight.device, shape.head_dim))
         x = torch.randn(batch, shape.hidden).to(self._dtype)
         rate = 2.0 * batch * shape.mlp * shape.hidden / _best(lambda: linear(x))
         read, used = matrix_elements(shape, batch)

@@ -1,4 +1,4 @@
-"""Compiled kernels for a CPU with AVX-512 (`kernels.cpp`): decode attention, norms, drawing, products.
+"""Compiled kernels for a CPU with AVX-512 (`cpp/`): decode attention, norms, drawing, products.
 
 They are built once for a machine, with the C++ compiler that is there, and kept in the cache folder. Elsewhere, and
 where they cannot be built (a warning says why), the engine computes the same with torch, slower.
@@ -26,10 +26,9 @@ LANES = 16
 QUERIES = 12
 """Queries that read keys and values together."""
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_SOURCES = Path(__file__).with_name("cpp")
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
 _BUILD_LIMIT_S = 120.0
-_DTYPES = (torch.float32, torch.bfloat16)
 _log = logging.getLogger(__name__)
 
 
@@ -89,7 +88,7 @@ class Kernels:
         self._norm = functions.tranship_norm
         self._norm.argtypes = [pointer, pointer, number, number, number, number, ctypes.c_float, single, pointer]
         self._draw = functions.tranship_draw
-        self._draw.argtypes = [pointer, number, number, pointer, pointer, single, pointer, pointer]
+        self._draw.argtypes = [pointer, number, number, pointer, pointer, pointer, pointer]
         self._product = functions.tranship_product
         self._product.argtypes = [ctypes.POINTER(ProductArguments)]
         self._pack = functions.tranship_pack
@@ -146,7 +145,7 @@ class Kernels:
         """Tokens int64 [N] and log-probs float32 [N] of softmax(logits / temperature), by uniforms float64 in [0, 1);
         temperature 0 takes the likeliest token and reports temperature 1. A row that is not finite gives nan."""
         assert logits_NV.is_contiguous(), logits_NV.stride()
-        assert logits_NV.dtype in _DTYPES, logits_NV.dtype
+        assert logits_NV.dtype == torch.float32, logits_NV.dtype
         count = len(logits_NV)
         temperatures = np.ascontiguousarray(temperature_N, np.float32)
         uniforms = np.ascontiguousarray(uniform_N, np.float64)
@@ -157,7 +156,6 @@ class Kernels:
             logits_NV.shape[1],
             temperatures.ctypes.data,
             uniforms.ctypes.data,
-            logits_NV.dtype == torch.float32,
             tokens.ctypes.data,
             logprobs.ctypes.data,
         )
@@ -187,7 +185,8 @@ def build() -> Path:
     if compiler is None:
         raise UserError(f"there is no C++ compiler {os.environ.get('CXX', 'g++')!r}: install g++, or set CXX")
     found = Path(compiler).resolve()
-    state = [_SOURCE.read_bytes(), *_FLAGS, found, found.stat().st_mtime_ns, _processor()]
+    texts = [path.read_bytes() for path in sorted(_SOURCES.iterdir())]
+    state = [*texts, *_FLAGS, found, found.stat().st_mtime_ns, _processor()]
     name = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     def compile_into(folder: Path) -> None:
@@ -204,10 +203,11 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, library: Path) -> None:
-    command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(library)]
+    sources = sorted(map(str, _SOURCES.glob("*.cpp")))
+    command = [compiler, *_FLAGS, *sources, "-o", str(library)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"{compiler} did not build {_SOURCE.name} within {_BUILD_LIMIT_S:.0f} s") from error
+        raise UserError(f"{compiler} did not build {_SOURCES} within {_BUILD_LIMIT_S:.0f} s") from error
     if done.returncode:
-        raise UserError(f"{compiler} cannot build {_SOURCE.name}: {done.stderr.strip()[:500]}")
+        raise UserError(f"{compiler} cannot build {_SOURCES}: {done.stderr.strip()[:500]}")

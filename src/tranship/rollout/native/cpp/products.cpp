@@ -1,0 +1,187 @@
+// Products with a packed weight. Called from kernels.py, which says what each argument is. No row's result depends on
+// the rows beside it: every sum runs over the words in order.
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "vectors.h"
+
+struct Product {
+  const void *x, *weight, *bias, *other;
+  int64_t rows, inner, columns, x_stride;
+  int32_t wide, wide_out, behind;
+  void* out;
+};
+
+namespace {
+
+constexpr int64_t ROWS = 14;            // rows of a product whose sums are kept in registers at a time
+constexpr int64_t PANEL = 2 * L;        // columns of a product that are computed together
+constexpr int64_t DEEP = 12 * ROWS;     // rows that pass over a panel of the weight before the next one is read
+constexpr int64_t WAKE = 1 << 20;       // multiplications for which a second thread is woken
+constexpr int64_t STRIDE = 8;           // words between two looks ahead
+enum Behind { NOTHING, ADD, GATE };
+
+// A word is one fp32 number or two bf16 ones: what one lane multiplies at a time.
+template <class T>
+struct Word;
+template <>
+struct Word<float> {
+  static constexpr int64_t numbers = 1;
+  static inline vf multiply(vf sum, vf weight, float x) { return sum + weight * x; }
+};
+template <>
+struct Word<bf16> {
+  static constexpr int64_t numbers = 2;
+#ifdef __AVX512BF16__
+  static inline vf multiply(vf sum, vf weight, float x) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)splat_bits(x));
+  }
+  static inline vf splat_bits(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (vf)(vi{} + bits);
+  }
+#else
+  static inline vf multiply(vf sum, vf, float) { return sum; }  // never called: see tranship_has_bf16
+#endif
+};
+
+inline vf silu(vf x) {
+  vf e = exp_neg(x > 0.f ? -x : x);
+  return x * (x > 0.f ? splat(1.f) : e) / (1.f + e);
+}
+
+// M rows of x times one panel of the weight, in words. ahead: the next panel, of which `lines` cache lines are asked
+// for every few words.
+template <int M, class T>
+void product_tile(const float* x, int64_t x_words, const float* weight, int64_t words, const char* ahead, int64_t lines,
+                  float* out) {
+  vf acc[M][2];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vf{};
+  for (int64_t start = 0; start < words; start += STRIDE) {
+    for (int64_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    const int64_t stop = std::min(start + STRIDE, words);
+    for (int64_t k = start; k < stop; k++) {
+      const vf low = load(weight + k * PANEL), high = load(weight + k * PANEL + L);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; m++) {
+        const float factor = x[m * x_words + k];
+        acc[m][0] = Word<T>::multiply(acc[m][0], low, factor);
+        acc[m][1] = Word<T>::multiply(acc[m][1], high, factor);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++) store(out + m * PANEL, acc[m][0]), store(out + m * PANEL + L, acc[m][1]);
+}
+
+template <class T>
+void product_rows(int64_t rows, const float* x, int64_t x_words, const float* weight, int64_t words, const char* ahead,
+                  int64_t lines, float* out) {
+  switch (rows) {
+#define CASE(M) \
+  case M: return product_tile<M, T>(x, x_words, weight, words, ahead, lines, out);
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
+#undef CASE
+  }
+}
+
+// Write the sums of one row and panel, with what is behind the product.
+template <class T, class O>
+void finish(const Product& g, int64_t row, int64_t panel, const float* sums) {
+  const T* bias = (const T*)g.bias;
+  vf parts[2] = {load(sums), load(sums + L)};
+  if (g.behind == GATE) {
+    const int64_t width = g.columns / 2, column = panel * L, count = width - column;
+    if (bias) parts[0] += load_some(bias + column, count), parts[1] += load_some(bias + width + column, count);
+    return store_some((O*)g.out + row * width + column, silu(parts[0]) * parts[1], count);
+  }
+  for (int half = 0; half < 2; half++) {
+    const int64_t column = panel * PANEL + half * L, count = g.columns - column, at = row * g.columns + column;
+    if (count <= 0) return;
+    if (bias) parts[half] += load_some(bias + column, count);
+    if (g.behind == ADD) parts[half] += load_some((const O*)g.other + at, count);
+    store_some((O*)g.out + at, parts[half], count);
+  }
+}
+
+inline int64_t num_panels(int64_t columns, bool gate) {
+  return gate ? (columns / 2 + L - 1) / L : (columns + PANEL - 1) / PANEL;
+}
+
+template <class T, class O>
+void product(const Product& g) {
+  const int64_t panels = num_panels(g.columns, g.behind == GATE);
+  const int64_t words = g.inner / Word<T>::numbers, x_words = g.x_stride / Word<T>::numbers;
+#pragma omp parallel if (g.rows * g.columns * g.inner > WAKE)
+  {
+    int64_t thread = 0, threads = 1;
+#ifdef _OPENMP
+    thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#endif
+    const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
+    float sums[ROWS * PANEL];
+    for (int64_t top = 0; top < g.rows; top += DEEP) {
+      const int64_t deep = std::min(DEEP, g.rows - top), tiles = (deep + ROWS - 1) / ROWS;
+      for (int64_t panel = first; panel < last; panel++) {
+        const float* weight = (const float*)g.weight + panel * words * PANEL;
+        const int64_t lines = panel + 1 < last ? (2 * STRIDE + tiles - 1) / tiles : 0;
+        const char* ahead = (const char*)(weight + words * PANEL);
+        for (int64_t tile = 0; tile < tiles; tile++) {
+          const int64_t from = top + deep * tile / tiles, to = top + deep * (tile + 1) / tiles;
+          product_rows<T>(to - from, (const float*)g.x + from * x_words, x_words, weight, words, ahead, lines, sums);
+          for (int64_t row = from; row < to; row++) finish<T, O>(g, row, panel, sums + (row - from) * PANEL);
+          ahead += 64 * lines * ((words + STRIDE - 1) / STRIDE);
+        }
+      }
+    }
+  }
+}
+
+// The weight [columns, inner] as panels, word by word; a gate's panel has its own columns, then those that it gates.
+template <class W>
+void pack(const W* weight, int64_t columns, int64_t words, bool gate, W* out) {
+  const int64_t panels = num_panels(columns, gate);
+#pragma omp parallel for
+  for (int64_t panel = 0; panel < panels; panel++)
+    for (int64_t lane = 0; lane < PANEL; lane++) {
+      int64_t row = panel * PANEL + lane, end = columns;
+      if (gate) {
+        const int64_t half = columns / 2, up = lane >= L;
+        row = panel * L + lane % L + up * half, end = half + up * half;
+      }
+      W* to = out + panel * words * PANEL + lane;
+      const W* from = weight + row * words;
+      for (int64_t k = 0; k < words; k++) to[k * PANEL] = row < end ? from[k] : 0;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Whether this processor multiplies bf16.
+int32_t tranship_has_bf16() {
+#ifdef __AVX512BF16__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+void tranship_product(const Product* g) {
+  if (g->wide)
+    product<float, float>(*g);
+  else if (g->wide_out)
+    product<bf16, float>(*g);
+  else
+    product<bf16, bf16>(*g);
+}
+
+void tranship_pack(const void* weight, int64_t columns, int64_t words, int32_t gate, void* out) {
+  pack((const uint32_t*)weight, columns, words, gate, (uint32_t*)out);
+}
+}
