@@ -21,6 +21,7 @@ constexpr int64_t PANEL = 2 * L;        // columns of a product that are compute
 constexpr int64_t DEEP = 12 * ROWS;     // rows that pass over a panel of the weight before the next one is read
 constexpr int64_t WAKE = 1 << 20;       // multiplications for which a second thread is woken
 constexpr int64_t STRIDE = 8;           // words between two looks ahead
+constexpr int64_t SLICE = 64;           // words of a panel that are written together, within the first cache
 enum Behind { NOTHING, ADD, GATE };
 
 // A word is one fp32 number or two bf16 ones: what one lane multiplies at a time.
@@ -147,16 +148,17 @@ void pack(const W* weight, int64_t columns, int64_t words, bool gate, W* out) {
   const int64_t panels = num_panels(columns, gate);
 #pragma omp parallel for
   for (int64_t panel = 0; panel < panels; panel++)
-    for (int64_t lane = 0; lane < PANEL; lane++) {
-      int64_t row = panel * PANEL + lane, end = columns;
-      if (gate) {
-        const int64_t half = columns / 2, up = lane >= L;
-        row = panel * L + lane % L + up * half, end = half + up * half;
+    for (int64_t start = 0; start < words; start += SLICE)
+      for (int64_t lane = 0; lane < PANEL; lane++) {
+        int64_t row = panel * PANEL + lane, end = columns;
+        if (gate) {
+          const int64_t half = columns / 2, up = lane >= L;
+          row = panel * L + lane % L + up * half, end = half + up * half;
+        }
+        W* to = out + panel * words * PANEL + lane;
+        const W* from = weight + row * words;
+        for (int64_t k = start; k < std::min(start + SLICE, words); k++) to[k * PANEL] = row < end ? from[k] : 0;
       }
-      W* to = out + panel * words * PANEL + lane;
-      const W* from = weight + row * words;
-      for (int64_t k = 0; k < words; k++) to[k * PANEL] = row < end ? from[k] : 0;
-    }
 }
 
 }  // namespace
