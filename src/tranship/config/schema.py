@@ -92,7 +92,7 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """How responses are sampled. Nothing is taken from the model's own generation settings."""
 
-    engine: str = Field(default="native", description="An entry of the table of rollout engines.")
+    engine: str = Field(default="native", description="native, vllm, or module:name (docs/rollout.md).")
     group_size: int = Field(default=8, ge=1, description="Samples of one prompt.")
     max_response_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=1.0, ge=0)
@@ -551,6 +551,10 @@ class Config(Section):
                     raise ValueError(
                         f"run.deterministic needs {key}={wanted}, not {value}: set it, or deterministic=false"
                     )
+            if self.rollout.engine == "vllm":
+                raise ValueError(
+                    "run.deterministic needs rollout.engine=native: vLLM's results depend on what else is in the batch"
+                )
             if self.placement.threads_per_process not in (None, 1):
                 raise ValueError(
                     f"run.deterministic needs placement.threads_per_process=1, not {self.placement.threads_per_process}"

@@ -16,11 +16,14 @@ from tranship.config import Config
 from tranship.data.prompts import load_prompts
 from tranship.data.promptset import PromptSet, shared_prompts
 from tranship.data.stream import make_stream
+from tranship.lookup import resolve
 from tranship.models.folder import ModelInfo, locate
 from tranship.models.folder import check as check_folder
 from tranship.models.tokenizer import load_tokenizer, template_system_prompt
 from tranship.observe import check_port, check_trackers
 from tranship.rewards import make_pool
+from tranship.rollout import ROLLOUT_ENGINES
+from tranship.rollout.vllm.core import check_installed
 from tranship.runtime import check_runtime
 from tranship.runtime.device import check_processes, num_cores, resolve_device
 from tranship.stages import StageSpec, check_table, stage_table
@@ -134,6 +137,7 @@ def preflight(config: Config, *, training: bool = True) -> Report:
     _check_serve(config, workers)
     num_threads = _threads(config, len(workers), device)
     _check_reward_workers(config)
+    _check_rollout_engine(config)
     _check_algorithm(config)
     check_trackers(config.observe.trackers)
     if config.observe.tensorboard_port is not None:
@@ -243,6 +247,13 @@ def _check_reward_workers(config: Config) -> None:
             f"reward.num_workers {config.reward.num_workers} is more than {most} processes for {num_cores()} cores: "
             f"use reward.num_workers={num_cores()}"
         )
+
+
+def _check_rollout_engine(config: Config) -> None:
+    """The engine's name resolves, and the library behind it is installed."""
+    resolve(config.rollout.engine, ROLLOUT_ENGINES, "rollout.engine")
+    if config.rollout.engine == "vllm":
+        check_installed()
 
 
 def _is_biased(config: Config) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import logging
 import os
 import random
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +41,9 @@ def check_installed() -> None:
         )
 
 
-def read_config(model_dir: Path, max_tokens: int) -> PreTrainedConfig:
-    """The model's configuration. UserError if it cannot be read, or has no room for `max_tokens`."""
+def read_config(model_dir: Path, max_tokens: int, device: torch.device) -> PreTrainedConfig:
+    """The model's configuration. UserError if it cannot be read, has no room for `max_tokens`, or is of a kind that vLLM
+    does not compute rightly on this device."""
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -48,6 +53,11 @@ def read_config(model_dir: Path, max_tokens: int) -> PreTrainedConfig:
         raise UserError(
             f"prompt and response of up to {max_tokens} tokens exceed the model's context of {context}: "
             "lower data.max_prompt_tokens or rollout.max_response_tokens"
+        )
+    if device.type == "cpu" and getattr(config, "kv_lora_rank", None):
+        raise UserError(
+            f"rollout.engine=vllm: latent attention ({config.model_type}) of vLLM's CPU build gives other log-probs than "
+            "the trainer's model after an update, or fails: use rollout.engine=native"
         )
     return config
 
@@ -71,7 +81,13 @@ def make_core(
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(_REQUIRED)
+    # Until vLLM has read the variable, its loggers have no level of their own.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     with _process_left_alone():
+        # In another thread: it keeps exceptions of optional imports, whose tracebacks would keep this engine for ever.
+        with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            pool.submit(importlib.import_module, "vllm.v1.engine.llm_engine").result()
         from vllm import EngineArgs, LLMEngine
         from vllm.config import WeightTransferConfig
         from vllm.platforms import current_platform

@@ -56,7 +56,7 @@ class VllmEngine:
                 "rollout.engine=vllm has no deterministic mode: its kernels' results depend on what else is in the "
                 "batch: use rollout.engine=native, or run.deterministic=false"
             )
-        config = read_config(model_dir, max_tokens)
+        config = read_config(model_dir, max_tokens, torch.device(device))
         self.capabilities = Capabilities(deterministic=False, partial_rollout=True)
         self._max_running = max_running
         self._max_tokens = max_tokens
@@ -223,7 +223,7 @@ class VllmEngine:
         failed: list[str] = []
         for output in self._core.step():
             row = self._rows[output.request_id]
-            if row.broken:
+            if row.broken and row.forced is None:
                 failed.append(output.request_id)
                 continue
             for token in output.outputs[0].token_ids:
