@@ -85,9 +85,10 @@ def make_core(
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     with _process_left_alone():
         # In another thread: it keeps exceptions of optional imports, whose tracebacks would keep this engine for ever.
-        with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            pool.submit(importlib.import_module, "vllm.v1.engine.llm_engine").result()
+        with ThreadPoolExecutor(1) as pool:
+            fault = pool.submit(_import_fault).result()
+        if fault:
+            raise UserError(f"this vLLM cannot be used ({fault}): install 0.32 (docs/rollout.md)")
         from vllm import EngineArgs, LLMEngine
         from vllm.config import WeightTransferConfig
         from vllm.platforms import current_platform
@@ -123,6 +124,16 @@ def make_core(
         return LLMEngine(settings, Executor.get_class(settings), log_stats=False, multiprocess_mode=False)
 
 
+def _import_fault() -> str:
+    """Why what we need of vLLM does not import; nothing if it does."""
+    try:
+        for name in ("vllm.v1.engine.llm_engine", "vllm.config.weight_transfer", "vllm.v1.sample.logits_processor"):
+            importlib.import_module(name)
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, num_rows: int, max_tokens: int) -> int:
     """What keys and values of so many sequences take in whole blocks, with a few to spare. Latent attention takes less:
     this counts every head."""
@@ -156,7 +167,9 @@ def _process_left_alone() -> Iterator[None]:
     """vLLM seeds every random generator of the process, and on a CPU replaces torch.set_num_threads by a function that
     does nothing; a trainer that shares the process keeps both as they were."""
     set_num_threads, states = torch.set_num_threads, (random.getstate(), np.random.get_state())
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        # Of torch, about what vLLM uses.
+        warnings.simplefilter("ignore", FutureWarning)
         try:
             yield
         finally:
