@@ -71,7 +71,7 @@ def test_tokens_follow_the_distribution_that_was_asked_for(make_rollout, logits,
 
 
 def test_the_check_of_frequencies_can_fail(logits):
-    tokens = np.random.default_rng(0).choice(VOCAB, COUNT, p=softmax(logits / 0.9))
+    tokens = np.random.default_rng(0).choice(VOCAB, COUNT, p=softmax(logits / 0.85))
     with pytest.raises(AssertionError):
         check_frequencies(tokens, softmax(logits))
 
