@@ -180,5 +180,9 @@ class CompiledAttention:
 
 
 def _twice(x: torch.Tensor) -> torch.Tensor:
-    """A batch of one as two: the kernel for a single product is another one."""
-    return x.expand(2, -1, -1).contiguous()
+    """A batch of one as two, laid out alike: the kernel for a single product is another one, and so is that for keys
+    that lie the other way round."""
+    _, rows, columns = x.shape
+    _, row, column = x.stride()
+    span = 1 + (rows - 1) * row + (columns - 1) * column
+    return x.new_empty(2 * span).as_strided((2, rows, columns), (span, row, column)).copy_(x)

@@ -60,13 +60,13 @@ class Row:
         self.versions.append(version)
         self.drawn = None
 
-    def response(self, reason: FinishReason) -> Response:
-        """The sample as it stands."""
+    def response(self, reason: FinishReason, start: int = 0) -> Response:
+        """The sample as it stands, from token `start` on."""
         return Response(
             self.sample,
-            np.array(self.tokens, np.int32),
-            np.array(self.logprobs, np.float32),
-            np.array(self.versions, np.int32),
+            np.array(self.tokens[start:], np.int32),
+            np.array(self.logprobs[start:], np.float32),
+            np.array(self.versions[start:], np.int32),
             reason,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tranship.layouts.pieces import Piece
-from tranship.rollout.engine import Capabilities, GroupRequest
+from tranship.rollout.engine import Capabilities, GroupRequest, SamplesFailed
 from tranship.rollout.native.requests import Sample, make_group
 from tranship.rollout.native.stop_strings import Decode, text_ended
 from tranship.rollout.vllm.core import keep_until_last, make_core, read_config
@@ -127,6 +127,14 @@ class VllmEngine:
         finished, self._ended = self._ended, []
         self._names.difference_update(response.sample for response in finished)
         return finished
+
+    def peek(self, starts: Mapping[SampleId, int]) -> list[Response]:
+        found = []
+        for row in self._rows.values():
+            start = starts.get(row.sample)
+            if start is not None and row.forced is None and len(row.tokens) > start:
+                found.append(row.response("abort", start))
+        return found
 
     def abort(self, samples: Sequence[SampleId] | None = None) -> list[Response]:
         """See `RolloutEngine.abort`. Samples that are not unfinished are passed over."""
@@ -276,9 +284,10 @@ def _row(
     )
 
 
-def _not_finite(names: Sequence[SampleId], version: int) -> RunError:
+def _not_finite(names: Sequence[SampleId], version: int) -> SamplesFailed:
     shown = ", ".join(str(tuple(name)) for name in names[:4]) + (" ..." if len(names) > 4 else "")
-    return RunError(
+    return SamplesFailed(
         f"logits are not finite at policy version {version} for {len(names)} samples "
-        f"(group, sample, attempt): {shown}: check the weights of that version"
+        f"(group, sample, attempt): {shown}: check the weights of that version",
+        names,
     )

@@ -153,3 +153,17 @@ def test_deterministic_is_refused_where_it_cannot_hold(lab):
     with pytest.raises(UserError, match="1 thread, not fp32, cpu and 2"):
         lab.engine(deterministic=True, load=False)
     assert not lab.engine(load=False).capabilities.deterministic
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (6, 1), (3, 3)], ids=str)
+def test_models_whose_products_come_in_batches_of_one(lab, heads):
+    """Keys and values that lie in a batch of one are multiplied as those in larger batches are."""
+    folder = lab.folder(num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=32)
+    requests = [target(lab, group) for group in range(2)]
+    alone = {}
+    for request in requests:
+        for index, sample in enumerate(request.samples):
+            one = type(request)(request.prompt_ids, (sample,), request.seeds[index : index + 1], request.sampling)
+            alone |= lab.run(lab.engine(folder, deterministic=True, max_running=1), one)
+    together = lab.run(lab.engine(folder, deterministic=True, max_running=5), *requests)
+    assert same(alone, together) == 6
