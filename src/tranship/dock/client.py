@@ -24,7 +24,7 @@ class DockClient:
 
     call(method, *args, **kwargs): runs a method of a Dock, here or elsewhere, and returns or raises what it does.
     owner: this client's name, its own in the run: leases and slabs are counted on it. wait_s: how long a put waits for
-    room (where all is in one process it does not wait, since nobody else could make room). seen_seq(stage): a `seq`
+    room, with can_park (without it a put does not: nobody else could make room meanwhile). seen_seq(stage): a `seq`
     that is known here without a message, of whoever serves the stage; by default the dock is asked. can_park: `call`
     also takes `wait_s`, and the dock then answers when it has something to give (see DockService). reader: of the
     payload, which may lie on other nodes (None: it is on this one).
@@ -45,13 +45,8 @@ class DockClient:
         self._seen_seq = seen_seq
         self._can_park = can_park
         self._nodes = reader
-        self._reader: BlockReader
-        if reader is None:
-            self._reader = local = LocalReader(call)
-            wait_s = wait_s if local.is_shared else 0.0
-        else:
-            self._reader = reader
-        self._wait_s = wait_s
+        self._reader: BlockReader = LocalReader(call) if reader is None else reader
+        self._wait_s = wait_s if can_park else 0.0
         self._writer = self._make_writer()
         self._empty: dict[str, dict[tuple[Kind, ...], tuple[int | None, Answer]]] = {}
 
@@ -272,7 +267,7 @@ class DockClient:
     # Inside
 
     def _make_writer(self) -> BlockWriter:
-        options: dict[str, Any] = {"wait_s": self._wait_s, "can_park": self._can_park}
+        options: dict[str, Any] = {"wait_s": self._wait_s}
         if self._nodes is not None:
             options["node"] = self._nodes.own
             options["send"] = self._nodes.write if self._nodes.is_distant else None

@@ -60,11 +60,6 @@ class LocalReader:
         self._slabs: OrderedDict[int, memoryview] = OrderedDict()
         self._blocks: OrderedDict[BlockRef, Block] = OrderedDict()
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether the payload is shared between processes."""
-        return self._folder is not None
-
     def open(self, ref: BlockRef) -> Block:
         """A block, read-only, without a copy. StaleSlab if its slab has been recycled."""
         memory = self._memory(ref.slab)

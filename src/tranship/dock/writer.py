@@ -14,13 +14,11 @@ from tranship.dock.errors import DockFull
 from tranship.dock.messages import HOME, BlockRef, SlabLease
 from tranship.dock.slab import PAYLOAD_AT, header, map_file
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-
 
 class BlockWriter:
-    """The writing side of one owner. wait_s: how long it waits for room before it gives up. can_park: `call` takes
-    wait_s too, and the dock answers when there is room; else it is asked again after a pause. node: the number of the
-    node whose slabs it writes into. send: brings a block to a slab on another node (None: the slab is mapped here)."""
+    """The writing side of one owner. wait_s: how long the dock may keep a request for room until there is some;
+    0: `call` takes no wait_s, and without room a write fails at once. node: the number of the node whose slabs it
+    writes into. send: brings a block to a slab on another node (None: the slab is mapped here)."""
 
     def __init__(
         self,
@@ -28,14 +26,12 @@ class BlockWriter:
         owner: str,
         *,
         wait_s: float,
-        can_park: bool = False,
         node: int = HOME,
         send: Callable[[BlockRef, memoryview], None] | None = None,
     ) -> None:
         self._call = call
         self._owner = owner
         self._wait_s = wait_s
-        self._can_park = can_park
         self._node = {} if node == HOME else {"node": node}
         self._send = send
         self._buffers = Buffers()
@@ -73,18 +69,11 @@ class BlockWriter:
     def _lease_slab(self, nbytes: int) -> None:
         giving_up = None if self._lease is None else self._lease.slab
         self._lease = None
-        start, pause = time.monotonic(), _FIRST_PAUSE_S
-        while True:
-            parking = {"wait_s": self._wait_s} if self._can_park and self._wait_s else {}
-            lease = self._call("lease_slab", self._owner, nbytes, giving_up, **self._node, **parking)
-            if lease is not None:
-                break
-            giving_up = None
-            waited = time.monotonic() - start
-            if parking or waited >= self._wait_s:
-                raise DockFull(self._full_text(nbytes, waited))
-            time.sleep(min(pause, self._wait_s - waited))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        start = time.monotonic()
+        parking = {"wait_s": self._wait_s} if self._wait_s else {}
+        lease = self._call("lease_slab", self._owner, nbytes, giving_up, **self._node, **parking)
+        if lease is None:
+            raise DockFull(self._full_text(nbytes, time.monotonic() - start))
         self._memory = self._map(lease) if self._send is None else memoryview(b"")
         self._lease = lease
         self._next = PAYLOAD_AT

@@ -141,25 +141,6 @@ def test_a_full_dock_says_what_is_needed(make_rig):
         rig.client.put(batch.ids[4:], {"response": [np.zeros(900)] * 2}, batch.lease)
 
 
-def test_a_waiting_put_goes_on_when_there_is_room(make_rig, client_of, monkeypatch):
-    rig = make_rig(batch_groups=1, staleness=1, slab_bytes=1 << 14, capacity_bytes=1 << 15)
-    client = rig.client
-    client._writer._wait_s = 60.0
-    client_of(rig, "coordinator").admit([(group_id, 1, "train", {"prompt": 1}) for group_id in (0, 1)])
-
-    def train(seconds: float) -> None:
-        assert seconds > 0
-        trainer = client_of(rig, "trainer")
-        trainer.trained(trainer.take_batch("train", groups=1).lease)
-
-    monkeypatch.setattr("tranship.dock.writer.time.sleep", train)
-    for group_id in (0, 1):
-        batch = rig.start()
-        client.put(batch.ids, {"response": [np.zeros(1500)], "reward": [1.0]}, batch.lease)
-        client.ack(batch.lease)
-        assert rig.dock.ledger.trained == group_id
-
-
 def test_a_slab_that_was_taken_away_is_replaced(make_rig):
     rig = make_rig(batch_groups=1)
     rig.admit()
