@@ -43,7 +43,7 @@ class Mailbox(Generic[Key, Answer]):
     def expect(self, count: int = 1) -> None:
         """So many more answers are wanted (a negative count: fewer)."""
         with self._changed:
-            assert not self._closing or count < 0, "the pool is closed"
+            assert not self._closing or count <= 0, "the pool is closed"
             self._num_pending += count
 
     def poll(self) -> list[tuple[Key, Answer]]:

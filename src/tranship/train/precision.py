@@ -40,7 +40,6 @@ def check_deterministic(device: torch.device, precision: str) -> None:
         )
 
 
-@functools.cache
 def prepare_device(device: str, precision: str, *, deterministic: bool, seed: int) -> torch.device:
     """The device, with the process's random numbers and its allocator as an engine wants them. Raises UserError where
     deterministic training is not possible."""
@@ -53,6 +52,7 @@ def prepare_device(device: str, precision: str, *, deterministic: bool, seed: in
     return place
 
 
+@functools.cache
 def _onednn_is_exact() -> bool:
     """Whether "medium" keeps fp32 accuracy on this processor: one product against float64."""
     generator = torch.Generator().manual_seed(0)
