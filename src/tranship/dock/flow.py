@@ -152,7 +152,7 @@ class Flow:
                 self.bound.set_versions(group, None, group.published)
         self.close(lease)
         for group in groups:
-            if self.table.is_lost(group):
+            if group.here and not group.in_batch and self.table.is_lost(group):
                 self.begin_again(group)
 
     def close(self, lease: Lease) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from tranship.dock.errors import StaleSlab
@@ -95,25 +96,29 @@ class Keeper:
 
     def _stay(self) -> None:
         """Another process that sweeps leaves this folder to a successor for a while, if this one is killed."""
-        (self._folder.path / JOURNAL).touch()
+        with suppress(OSError):
+            (self._folder.path / JOURNAL).touch()
 
     def _do(self, chore: Chore) -> str:
         """Make or remove a slab's file; returns why it could not be made."""
         path = slab_path(self._folder.path, chore.slab)
         if not chore.nbytes:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             return ""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = -1
         try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, chore.nbytes)
             else:
                 os.truncate(descriptor, chore.nbytes)
             os.pwrite(descriptor, header(chore.slab, 1, chore.nbytes), 0)
         except OSError as error:
-            path.unlink()
+            path.unlink(missing_ok=True)
             where = f"{path.parent.parent} on node {self._node}"
             return f"{where} has no room for {chore.nbytes} bytes more ({error.strerror})"
         finally:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
         return ""

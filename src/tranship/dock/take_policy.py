@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from tranship.dock.messages import StageNeeds
 from tranship.lookup import resolve
+from tranship.types import UserError
 
 Key = int | tuple[int, int]
 
@@ -89,5 +90,10 @@ def policy_of(needs: StageNeeds, what: str = "") -> Callable[[], TakePolicy]:
     what: the setting that named it, for the error.
     """
     make = resolve(needs.policy, POLICIES, what or f"the policy of stage {needs.name!r}")
-    make(needs)
+    try:
+        made = make(needs)
+    except TypeError as error:
+        raise UserError(f"{what or needs.name}: {needs.policy!r} is no policy of takes: {error}") from error
+    if not hasattr(made, "pick") or not hasattr(made, "dump"):
+        raise UserError(f"{what or needs.name}: {needs.policy!r} is no policy of takes: it makes {type(made).__name__}")
     return lambda: make(needs)

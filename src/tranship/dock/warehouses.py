@@ -56,12 +56,13 @@ class DistantWarehouse(Warehouse):
             return
         entry = self._slabs[slab]
         entry.state = "free"
+        # Whoever is first has it; the others ask again.
+        self._awaited = {owner: other for owner, other in self._awaited.items() if other != slab}
+        self._is_full = bool(error)
         if error:
-            self._is_full = True
             self._refusal = error
             del self._slabs[slab]
             self._held -= entry.nbytes
-            self._awaited = {owner: other for owner, other in self._awaited.items() if other != slab}
 
     def path(self, slab: int) -> str:
         """The file of a slab, on its node."""
@@ -86,6 +87,9 @@ class DistantWarehouse(Warehouse):
         """Have the keeper make a slab, which is found free when it is there: None for now."""
         if owner in self._awaited:
             return None
+        if not self._held:
+            # Nothing of here fills the file system: it may have room by now.
+            self._is_full = False
         for free in list(self._free()):
             if not self._is_full and self._held + nbytes <= self._capacity:
                 break

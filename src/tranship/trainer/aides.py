@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tranship.observe import Recorder
 from tranship.runtime import Handle, Pending, ProcessDied
+from tranship.types import RunError, UserError
 
 START_S = 600.0
 
@@ -83,21 +84,26 @@ class Aides:
         seat.joining = seat.handle.submit("left")
 
     def join(self) -> None:
-        """Note the successors that have become ready."""
+        """Note the successors that have become ready; one that could not begin is started once more."""
+        failed: list[ProcessDied] = []
         for seat in self._seats.values():
             if seat.joining is None or not seat.joining.done():
                 continue
             pending, seat.joining = seat.joining, None
             try:
                 seat.left = pending.result(START_S)
-            except ProcessDied as death:
-                if death.name != seat.handle.name:
-                    raise
+            except (RunError, UserError) as error:
+                if not isinstance(error, ProcessDied) or error.name != seat.handle.name:
+                    # It could not begin: what it was to go on from, or the dock, was gone.
+                    seat.left = None
+                    failed.append(ProcessDied(f"{seat.handle.name}: {error}", seat.handle.name, seat.handle.pid))
                 continue
             name, pid = seat.handle.name, seat.handle.pid
             seconds = round(time.monotonic() - seat.since, 3)
             said = f"{name} serves again, after {seconds:.1f} s"
             self._recorder.event("worker_replaced", {"name": name, "pid": pid, "after_s": seconds}, say=said)
+        for death in failed:
+            self.replace(death)
 
     def batch_trained(self) -> None:
         """The run has moved on: they may be started again as often as at its beginning."""

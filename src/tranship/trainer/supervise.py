@@ -8,6 +8,7 @@ processes that help it (`aides`). The death of any other process is told to the 
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -89,6 +90,7 @@ class Supervisor:
         self._aides = Aides(recorder, report.config.run.max_restarts)
         self._run_id = run_id
         self._access: DockAccess | None = None
+        self._folder: str | None = None
         self._dock_deaths = 0
         self._heard: deque[Exception] = deque()
 
@@ -106,8 +108,10 @@ class Supervisor:
         dock, self.trainer, *others = self._handles
         self._seats = [_Seat(plan, handle) for plan, handle in zip(self._report.workers[1:], others, strict=True)]
         self.dock = dock_client(dock, self._report, self._hear)
-        if self._report.config.dock.journal and self._report.config.placement.runtime != "inline":
-            self._access = self._find_dock()
+        if self._report.config.placement.runtime != "inline":
+            access = self._find_dock()
+            self._folder = access.folder
+            self._access = access if self._report.config.dock.journal else None
         self._recorder.event("processes", {"pids": {handle.name: handle.pid for handle in self._all_handles()}})
 
     def _await(self, index: int, start: Callable[[], Handle]) -> None:
@@ -127,6 +131,9 @@ class Supervisor:
         """End every process, however it is, so that others can be started in their place."""
         for handle in self._all_handles():
             handle.stop(timeout_s=0)
+        if self._folder is not None:
+            # A dock that died has left it, and gets no successor.
+            shutil.rmtree(self._folder, ignore_errors=True)
         # What they said last is about work that nobody goes on with.
         self._runtime.events()
 
@@ -307,9 +314,13 @@ class Supervisor:
         self._handles[0] = dock = self._dock_of(adopt=self._access)
         try:
             dock.wait_ready(START_S)
+            self._access = self._find_dock()
+        except ProcessDied as second:
+            _check_own(second, dock)
+            self._replace_dock(second)
+            return
         except RunError as error:
             raise death from error
-        self._access = self._find_dock()
         seconds = round(time.monotonic() - since, 3)
         said = f"{dock.name} serves again, after {seconds:.1f} s"
         self._recorder.event("worker_replaced", {"name": dock.name, "pid": dock.pid, "after_s": seconds}, say=said)
@@ -334,7 +345,12 @@ class Supervisor:
             try:
                 seat.joining.result(COMMAND_S)
             except ProcessDied as death:
-                _check_own(death, seat.handle)
+                if death.name == self._handles[0].name and self._access is not None:
+                    # It asked a dock that was gone.
+                    name, pid = seat.handle.name, seat.handle.pid
+                    self._replace(ProcessDied(f"process {name!r} could not start: {death}", name, pid))
+                else:
+                    _check_own(death, seat.handle)
                 return
             seat.joining = seat.steps.pop(0)() if seat.steps else None
             if seat.joining is None:

@@ -322,3 +322,9 @@ def test_a_stage_that_takes_batches_has_no_policy(make_rig):
     rig = make_rig(stages=(StageNeeds("train", ("prompt",), policy="ordered"),))
     with pytest.raises(ValueError, match="takes batches: the policy 'ordered' has no effect"):
         rig.take_batch()
+
+
+@pytest.mark.parametrize("policy", ["json:loads", "builtins:list"])
+def test_what_is_no_policy_is_refused_by_name(policy):
+    with pytest.raises(UserError, match=rf"dock\.policies\.s: '{policy}' is no policy of takes"):
+        policy_of(StageNeeds("s", (), policy=policy), "dock.policies.s")

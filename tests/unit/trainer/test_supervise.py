@@ -52,7 +52,7 @@ class FakeHandle:
         self.answers: dict[str, Any] = {
             "timings": {"rollout": 1.0, "rss_bytes": 10.0},
             "pieces": f"pieces of {name}",
-            "access": f"the way to process {pid}",
+            "access": SimpleNamespace(name=f"the way to process {pid}", folder=None),
             "left": f"what {name} left",
         }
         self.late: set[str] = set()
@@ -276,14 +276,26 @@ def test_a_dock_that_dies_again_and_again_is_for_the_run(supervisor: Supervisor,
     assert caught.value is death
 
 
-def test_a_successor_that_cannot_go_on_leaves_the_death_to_the_run(
-    supervisor: Supervisor, runtime: FakeRuntime
+def test_a_successor_that_dies_while_it_begins_is_followed_by_another_one(
+    supervisor: Supervisor, runtime: FakeRuntime, recorder: FakeRecorder
 ) -> None:
     runtime.born_dead = {"dock"}
-    death = runtime.kill("dock")
-    with pytest.raises(ProcessDied) as caught:
-        supervisor.poll(0.1)
-    assert caught.value is death
+    runtime.kill("dock")
+    supervisor.poll(0.1)
+    assert [handle.name for handle in runtime.started].count("dock") == 3
+    assert recorder.events[-1][0] == "worker_replaced"
+
+
+def test_a_worker_that_asked_a_dead_dock_is_started_once_more(supervisor: Supervisor, runtime: FakeRuntime) -> None:
+    runtime.late_when_new = {"timings"}
+    runtime.kill("sampler-0")
+    supervisor.poll(0.1)
+    runtime.late_when_new = set()
+    successor = runtime.of("sampler-0.1")
+    successor.dead = ProcessDied("process 'dock' (pid 100) died", "dock", 100)
+    supervisor.poll(0.1)
+    assert successor.stopped
+    assert runtime.of("sampler-0.2").methods()[-1] in ("fetch_weights", "announce_weights", "timings")
 
 
 def test_a_worker_that_dies_again_and_again_stops_the_run(supervisor: Supervisor, runtime: FakeRuntime) -> None:
