@@ -22,7 +22,7 @@ OWN_SETTINGS = {"vllm": {"compiled": False}}
 def engine_or_skip(name):
     """The engine class called `name`; skips the test where the library behind it is not installed."""
     if name == "vllm" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: it is optional, and its own environment (docs/rollout.md)")
+        pytest.skip("vLLM is not installed: docs/rollout.md says how to test with it")
     return resolve(name, ROLLOUT_ENGINES, "rollout.engine")
 
 

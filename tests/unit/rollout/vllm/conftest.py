@@ -73,5 +73,5 @@ class VllmLab:
 @pytest.fixture(scope="session")
 def vllm_lab(tmp_path_factory):
     if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: it is optional, and has its own environment (docs/rollout.md)")
+        pytest.skip("vLLM is not installed: docs/rollout.md says how to test with it")
     return VllmLab(tmp_path_factory.mktemp("vllm"))
