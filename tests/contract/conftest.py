@@ -1,6 +1,9 @@
 """Engines of the rollout table, each on two tiny models of one shape."""
 
 import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,29 @@ from tranship.rollout import ROLLOUT_ENGINES
 @pytest.fixture(scope="session")
 def rollout_folders(tmp_path_factory):
     return [save_model(tmp_path_factory.mktemp("model"), seed) for seed in range(2)]
+
+
+@pytest.fixture
+def run_on_small_tmpfs():
+    """Runs a command where a folder is a small file system in memory: (folder, megabytes, command) -> what it did.
+
+    Skips the test where the system allows none; that is found out apart, so that the command's own failure fails.
+    """
+
+    def run(folder, megabytes, command):
+        if shutil.which("unshare") is None:
+            pytest.skip("unshare is not installed: the test cannot have a small file system of its own")
+        mount = f'mount -t tmpfs -o size={megabytes}m tmpfs "$1"'
+        inside = ["unshare", "-Urm", "sh", "-c"]
+        options = {"capture_output": True, "text": True, "timeout": 60, "cwd": Path(__file__).parents[2]}
+        probe = subprocess.run([*inside, mount, "sh", str(folder)], **options)
+        if probe.returncode:
+            said = probe.stderr.strip()[-200:]
+            pytest.skip(f"this system does not let a test mount a file system of its own: {said}")
+        words = ["sh", str(folder), *map(str, command)]
+        return subprocess.run([*inside, f'{mount} && shift && exec "$@"', *words], **options)
+
+    return run
 
 
 # What an engine's tests need beside the settings that all engines have.

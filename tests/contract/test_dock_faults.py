@@ -405,22 +405,8 @@ def test_a_reader_on_another_node_fetches_and_when_it_is_cut_off_another_one_goe
     assert done.stdout.splitlines() == ["read over the network", "within lease + 1 s"], done.stderr
 
 
-def test_a_full_shared_memory_file_system_is_named_and_survived(tmp_path):
-    if shutil.which("unshare") is None:
-        pytest.skip("unshare is not installed: the test cannot have a small file system of its own")
-    mount = 'mount -t tmpfs -o size=6m tmpfs "$1"'
-    probe = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", mount, "sh", str(tmp_path)], capture_output=True, text=True, timeout=60
-    )
-    if probe.returncode:
-        pytest.skip(f"this system does not let a test mount a file system of its own: {probe.stderr.strip()[-200:]}")
-    inside = f'{mount} && exec "$2" "$3" fill "$1"'
-    done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", inside, "sh", str(tmp_path), sys.executable, __file__],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_a_full_shared_memory_file_system_is_named_and_survived(tmp_path, run_on_small_tmpfs):
+    done = run_on_small_tmpfs(tmp_path, 6, [sys.executable, __file__, "fill", tmp_path])
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first.startswith("DockFull writer waited")

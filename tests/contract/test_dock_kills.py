@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -356,24 +355,10 @@ def test_a_message_whose_entry_was_torn_by_the_kill_is_done_once(words):
     assert (counts["val_admitted"], counts["val_ended"]) == (40, 40)
 
 
-def test_a_durable_dock_on_a_full_file_system_names_it_and_goes_on_also_after_a_kill(tmp_path):
-    if shutil.which("unshare") is None:
-        pytest.skip("unshare is not installed: the test cannot have a small file system of its own")
+def test_a_durable_dock_on_a_full_file_system_names_it_and_goes_on_also_after_a_kill(tmp_path, run_on_small_tmpfs):
     (tmp_path / "shm").mkdir()
-    mount = 'mount -t tmpfs -o size=8m tmpfs "$1"'
-    probe = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", mount, "sh", str(tmp_path / "shm")], capture_output=True, text=True, timeout=60
-    )
-    if probe.returncode:
-        pytest.skip(f"this system does not let a test mount a file system of its own: {probe.stderr.strip()[-200:]}")
-    inside = f'{mount} && exec "$2" -m tests.contract.test_dock_kills fill_durably "$1" "$3"'
-    done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", inside, "sh", str(tmp_path / "shm"), sys.executable, str(tmp_path / "socket")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-    )
+    program = [sys.executable, "-m", "tests.contract.test_dock_kills", "fill_durably"]
+    done = run_on_small_tmpfs(tmp_path / "shm", 8, [*program, tmp_path / "shm", tmp_path / "socket"])
     assert done.returncode == 0, done.stderr
     payload, journal, counts = done.stdout.splitlines()
     assert "has no room for" in payload
