@@ -2,7 +2,7 @@
 
     python -m tests.unit.dock.fuzz_with_atheris TARGET FOLDER SECONDS [OPTION OF LIBFUZZER ...]
 
-What it finds is written to FOLDER. Needs `pip install atheris`, which is no dependency of the project.
+What it finds is written to FOLDER. Needs atheris, which the dev extra brings where it has a build.
 """
 
 from __future__ import annotations
