@@ -122,19 +122,19 @@ class Bomb:
 
 
 class Follower:
-    """A loop that follows a service: sums up what it reads each time the service changed."""
+    """A loop that follows a service: says what it reads each time it has changed."""
 
     def __init__(self, counter, context):
         self.counter = counter
         self.context = context
-        counter.watch(context.wakeup)
-        self.last = -1
+        self.last = None
 
     def poll(self):
-        if self.counter.seen_seq == self.last:
+        value = self.counter.call("read")
+        if value == self.last:
             return False
-        self.last = self.counter.seen_seq
-        self.context.emit({"saw": self.counter.call("read")})
+        self.last = value
+        self.context.emit({"saw": value})
         return True
 
     def try_fail(self):

@@ -86,15 +86,6 @@ class ServiceProxy(Protocol):
         """Run a method of the service and return its result, or raise its exception."""
         ...
 
-    def watch(self, wakeup: threading.Event) -> None:
-        """From now on set `wakeup` whenever the service's `seq` grows. Once per proxy."""
-        ...
-
-    @property
-    def seen_seq(self) -> int:
-        """The largest `seq` of the service known here (-1: none yet). Raises ProcessDied if the service is gone."""
-        ...
-
 
 class Handle(Protocol):
     """A hosted object as the driver sees it."""

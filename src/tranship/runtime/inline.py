@@ -107,14 +107,6 @@ class InlineServiceProxy:
             raise RunError(f"service {self._handle.name!r} was stopped: {method!r} cannot be called")
         return getattr(self._handle.hosted, method)(*args, **kwargs)
 
-    def watch(self, wakeup: threading.Event) -> None:
-        """Nothing sleeps here while the service changes, so there is nobody to wake."""
-
-    @property
-    def seen_seq(self) -> int:
-        """The service's `seq` now."""
-        return self._handle.hosted.seq
-
 
 class InlineRuntime:
     """Hosts every object in the calling process; `poll` gives each loop one pass, in the order they were started."""

@@ -185,11 +185,10 @@ class _Host:
 
 
 class ServiceHost(_Host):
-    """Hosts a service: its methods run on the event loop, one after the other; `wait_changed` parks."""
+    """Hosts a service: its methods run on the event loop, one after the other."""
 
     def __init__(self, surroundings: Surroundings) -> None:
         super().__init__(surroundings)
-        self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._built = Reply()
 
@@ -201,30 +200,11 @@ class ServiceHost(_Host):
         return self._built
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reply:
-        """Run a method, then wake whoever waits for a change."""
+        """Run a method, once the object is built."""
         await self._ready.wait()
         if self._built.failure is not None:
             return self._built
-        before = getattr(self._hosted, "seq", None)
-        reply = attempt(lambda: getattr(self._hosted, method)(*args, **kwargs), self._name)
-        if getattr(self._hosted, "seq", None) != before:
-            self._changed.set()
-            self._changed = asyncio.Event()
-        return reply
-
-    async def wait_changed(self, since: int, timeout_s: float) -> int:
-        """The object's `seq`, once it is above `since` or the time is over."""
-        await self._ready.wait()
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._hosted.seq <= since:
-            left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                break
-            try:
-                await asyncio.wait_for(self._changed.wait(), left)
-            except TimeoutError:
-                pass
-        return self._hosted.seq
+        return attempt(lambda: getattr(self._hosted, method)(*args, **kwargs), self._name)
 
     async def stop(self) -> Reply:
         """Close the object."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from typing import Any
 
 import ray
@@ -12,8 +11,6 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from tranship.runtime.base import CallTimeout, ProcessDied
 from tranship.runtime.ray_host import Reply
 from tranship.types import RunError
-
-_PARK_S = 10.0
 
 
 def describe_death(error: RayError) -> str:
@@ -44,16 +41,13 @@ def open_reply(ref: Any, name: str, pid: int, method: str, timeout_s: float, lim
 
 
 class RayServiceProxy:
-    """A service in another process. Picklable: what it watches stays behind."""
+    """A service in another process. Picklable."""
 
     def __init__(self, name: str, pid: int, actor: Any, timeout_s: float = 60.0) -> None:
         self._name = name
         self._pid = pid
         self._actor = actor
         self._timeout_s = timeout_s
-        self._seen_seq: int = -1
-        self._error: ProcessDied | None = None
-        self._watching = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayServiceProxy, (self._name, self._pid, self._actor, self._timeout_s)
@@ -62,35 +56,3 @@ class RayServiceProxy:
         """Run a method there and return its result; raises CallTimeout after timeout_s."""
         ref = self._actor.call.remote(method, args, kwargs)
         return open_reply(ref, self._name, self._pid, method, self._timeout_s)
-
-    def watch(self, wakeup: threading.Event) -> None:
-        """Set `wakeup` from a thread whenever `seq` grows, and when the service dies."""
-        assert not self._watching, f"this proxy of {self._name!r} is watched already"
-        self._watching = True
-        threading.Thread(target=self._watch, args=(wakeup,), name=f"watch-{self._name}", daemon=True).start()
-
-    def _watch(self, wakeup: threading.Event) -> None:
-        while True:
-            try:
-                seq: Any = ray.get(self._actor.wait_changed.remote(self._seen_seq, _PARK_S), timeout=_PARK_S * 6)
-            except RayError as error:
-                known = (
-                    f"no answer within {_PARK_S * 6:g} s"
-                    if isinstance(error, GetTimeoutError)
-                    else describe_death(error)
-                )
-                self._error = ProcessDied(
-                    f"service {self._name!r} (pid {self._pid}) died: {known}", self._name, self._pid
-                )
-                wakeup.set()
-                return
-            if seq > self._seen_seq:
-                self._seen_seq = seq
-                wakeup.set()
-
-    @property
-    def seen_seq(self) -> int:
-        """The largest `seq` that the watching thread has heard of."""
-        if self._error is not None:
-            raise self._error
-        return self._seen_seq

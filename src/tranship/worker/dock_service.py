@@ -154,8 +154,7 @@ class DockConnection:
         self._proxy: DockProxy | None = None
         self._routes: Routes | None = None
         if config.placement.runtime == "inline":
-            self.client = DockClient(dock.call, context.name, wait_s=wait_s, seen_seq=lambda _: dock.seen_seq)
-            dock.watch(context.wakeup)
+            self.client = DockClient(dock.call, context.name, wait_s=wait_s)
             return
         access: DockAccess = dock.call("access")
         address = access.address(context.node)
