@@ -2,11 +2,13 @@
 
     python -m tests.unit.dock.fuzz_with_atheris TARGET FOLDER SECONDS [OPTION OF LIBFUZZER ...]
 
-What it finds is written to FOLDER. Needs atheris, which the dev extra brings where it has a build.
+What it finds is written to FOLDER. Needs atheris, which the dev extra brings where it has a build. Memory is bounded by
+the kernel: libFuzzer's own limit counts a peak that a process inherits from the one that started it.
 """
 
 from __future__ import annotations
 
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +18,8 @@ import atheris
 with atheris.instrument_imports(include=["tranship.dock"]):
     from tests.unit.dock import fuzz_targets
 
+MAX_DATA_BYTES = 2 << 30
+
 
 def main(name: str, folder: str, seconds: str, *options: str) -> None:
     corpus, work = Path(folder, "corpus"), Path(folder, "work")
@@ -24,7 +28,9 @@ def main(name: str, folder: str, seconds: str, *options: str) -> None:
     target = fuzz_targets.TARGETS[name](work)
     for number, seed in enumerate(target.seeds):
         (corpus / f"seed{number}").write_bytes(seed)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
     limits = [f"-max_total_time={seconds}", f"-max_len={fuzz_targets.MAX_BYTES}", "-timeout=20", "-seed=1"]
+    limits.append("-rss_limit_mb=0")
     atheris.Setup([sys.argv[0], *limits, f"-artifact_prefix={folder}/", *options, str(corpus)], target.run)
     try:
         atheris.Fuzz()
