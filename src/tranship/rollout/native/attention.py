@@ -57,10 +57,10 @@ class HeadAttention:
         norm, qkv = fold_norm(weights[f"{own}.attn_norm"], weights[f"{own}.qkv"])
         bias = weights.get(f"{own}.qkv_bias")
         self._shape = shape
-        self._norm = RmsNorm(norm, shape.norm_eps, device, kernels)
-        self._qkv = make_linear(qkv[rows], None if bias is None else bias[rows], kernels)
-        self._head_norm = _head_norm(shape, weights, own, order, kernels)
-        self._o = make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias"), kernels)
+        self.norm = RmsNorm(norm, shape.norm_eps, device, kernels)
+        self.qkv = make_linear(qkv[rows], None if bias is None else bias[rows], kernels)
+        self.head_norm = _head_norm(shape, weights, own, order, kernels)
+        self.o = make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias"), kernels)
 
     def project(
         self, x_NH: torch.Tensor, q_turns: torch.Tensor, k_turns: torch.Tensor
@@ -78,14 +78,14 @@ class HeadAttention:
 
     def _heads(self, x_NH: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values [N, Q + S, D], before they are turned."""
-        heads_NXD = self._qkv(self._norm(x_NH)).view(x_NH.shape[0], -1, self._shape.head_dim)
-        if self._head_norm is not None:
+        heads_NXD = self.qkv(self.norm(x_NH)).view(x_NH.shape[0], -1, self._shape.head_dim)
+        if self.head_norm is not None:
             keys = self._shape.num_heads + self._shape.num_kv_heads
-            heads_NXD[:, :keys] = self._head_norm(heads_NXD[:, :keys])
+            heads_NXD[:, :keys] = self.head_norm(heads_NXD[:, :keys])
         return heads_NXD
 
     def finish(self, x_NH: torch.Tensor, attended_NX: torch.Tensor) -> torch.Tensor:
-        return self._o.add(attended_NX, x_NH)
+        return self.o.add(attended_NX, x_NH)
 
 
 class LatentAttention:

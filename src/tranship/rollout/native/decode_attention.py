@@ -142,23 +142,10 @@ class CompiledAttention:
         self._kernels = kernels
 
     def start(self, rows: DecodeRows, turns_N: torch.Tensor, prompts: KvTable, responses: KvTable) -> None:
-        shape, sharing = self._shape, rows.sharing
         self._turns_N = turns_N
         self._factors = torch.view_as_real(turns_N).flatten(1).contiguous()
         self._held = (rows, prompts.storages, responses.storages)
-        self._arguments = AttendArguments(
-            scale=shape.attention_scale,
-            room=responses.room,
-            prompt_room=prompts.room,
-            columns=rows.column_N.data_ptr(),
-            prompt_lengths=rows.prompt_length_N.data_ptr(),
-            order=sharing.order.data_ptr(),
-            units=sharing.units.data_ptr(),
-            num_units=len(sharing.units),
-            heads=shape.num_kv_heads,
-            repeat=shape.heads_per_kv,
-            dim=shape.head_dim,
-        )
+        self._arguments = attend_arguments(self._shape, rows, prompts, responses)
 
     def __call__(self, index: int, attention: Attention, x_NH: torch.Tensor) -> torch.Tensor:
         shape, arguments = self._shape, self._arguments
@@ -177,6 +164,24 @@ class CompiledAttention:
         arguments.out = out.data_ptr()
         self._kernels.attend(arguments)
         return out
+
+
+def attend_arguments(shape: ModelShape, rows: DecodeRows, prompts: KvTable, responses: KvTable) -> AttendArguments:
+    """What all layers of a step have in common; the tensors must outlive it."""
+    sharing = rows.sharing
+    return AttendArguments(
+        scale=shape.attention_scale,
+        room=responses.room,
+        prompt_room=prompts.room,
+        columns=rows.column_N.data_ptr(),
+        prompt_lengths=rows.prompt_length_N.data_ptr(),
+        order=sharing.order.data_ptr(),
+        units=sharing.units.data_ptr(),
+        num_units=len(sharing.units),
+        heads=shape.num_kv_heads,
+        repeat=shape.heads_per_kv,
+        dim=shape.head_dim,
+    )
 
 
 def _twice(x: torch.Tensor) -> torch.Tensor:

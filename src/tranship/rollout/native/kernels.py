@@ -77,6 +77,37 @@ class ProductArguments(ctypes.Structure):
 NOTHING, ADD, GATE = range(3)
 
 
+class LayerArguments(ctypes.Structure):
+    """The packed weights of a dense layer, its norms' weights and its biases (null where there is none). head_norm:
+    over each query and key head, [heads x (repeat + 1), dim]."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in (
+            *("attention_norm", "qkv", "qkv_bias", "head_norm", "o", "o_bias"),
+            *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
+        )
+    ]
+
+
+class StepArguments(ctypes.Structure):
+    """One decode step of a dense model. attend: all but q, keys and values, which each layer has of its own, and out.
+    layers: `LayerArguments` of each. storages int64 [layers, 4]: addresses of each layer's keys, values, prompt_keys
+    and prompt_values. x [rows, hidden]: the embedded tokens, written over. normed [rows, hidden], heads [rows, heads x
+    (repeat + 2) x dim], attended [rows, heads x repeat x dim], gated [rows, mlp]: room. logits float32 [rows, vocab].
+    """
+
+    _fields_ = [
+        ("attend", AttendArguments),
+        *((name, ctypes.c_void_p) for name in ("layers", "storages")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "rows", "hidden", "mlp", "vocab")),
+        ("eps", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("norm", "head")),
+        *((name, ctypes.c_void_p) for name in ("x", "normed", "heads", "attended", "gated", "logits")),
+    ]
+
+
 class Kernels:
     """The functions of a built library."""
 
@@ -93,7 +124,9 @@ class Kernels:
         self._product.argtypes = [ctypes.POINTER(ProductArguments)]
         self._pack = functions.tranship_pack
         self._pack.argtypes = [pointer, number, number, single, pointer]
-        for function in (self._attend, self._norm, self._draw, self._product, self._pack):
+        self._step = functions.tranship_step
+        self._step.argtypes = [ctypes.POINTER(StepArguments)]
+        for function in (self._attend, self._norm, self._draw, self._product, self._pack, self._step):
             function.restype = None
         functions.tranship_has_bf16.restype = single
         self._dtypes = (torch.float32, torch.bfloat16) if functions.tranship_has_bf16() else (torch.float32,)
@@ -117,6 +150,10 @@ class Kernels:
     def product(self, arguments: ProductArguments) -> None:
         """Write the product."""
         self._product(arguments)
+
+    def step(self, arguments: StepArguments) -> None:
+        """Write the logits; keep the new tokens' keys and values."""
+        self._step(arguments)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """x [N, ..., D] over its root mean square of the last dimension, times weight ([..., D] without N); all but the

@@ -74,8 +74,8 @@ class CompiledLinear:
         self, kernels: Kernels, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, gate: bool = False
     ) -> None:
         self._kernels = kernels
-        self._weight = kernels.pack(weight_OI, gate)
-        self._bias = None if bias_O is None else bias_O.clone()
+        self.weight = kernels.pack(weight_OI, gate)
+        self.bias = None if bias_O is None else bias_O.clone()
         self._gate = gate
         self._columns, self._inner = weight_OI.shape
 
@@ -98,8 +98,8 @@ class CompiledLinear:
         self._kernels.product(
             ProductArguments(
                 x=x_NI.data_ptr(),
-                weight=self._weight.data_ptr(),
-                bias=None if self._bias is None else self._bias.data_ptr(),
+                weight=self.weight.data_ptr(),
+                bias=None if self.bias is None else self.bias.data_ptr(),
                 other=None if other_NO is None else other_NO.data_ptr(),
                 rows=rows,
                 inner=self._inner,

@@ -37,16 +37,16 @@ class GatedMlp:
         *,
         kernels: Kernels | None,
     ) -> None:
-        self._gated = make_gated(gate_up, gate_up_bias, kernels)
-        self._down = make_linear(down, down_bias, kernels)
+        self.gated = make_gated(gate_up, gate_up_bias, kernels)
+        self.down = make_linear(down, down_bias, kernels)
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         """[N, H]."""
-        return self._down(self._gated(x_NH))
+        return self.down(self.gated(x_NH))
 
     def add(self, x_NH: torch.Tensor, other_NH: torch.Tensor) -> torch.Tensor:
         """The same plus `other_NH`."""
-        return self._down.add(self._gated(x_NH), other_NH)
+        return self.down.add(self.gated(x_NH), other_NH)
 
 
 class DenseMlp:
@@ -54,12 +54,12 @@ class DenseMlp:
 
     def __init__(self, shape: ModelShape, weights: Weights, own: str, kernels: Kernels | None) -> None:
         norm, gate_up = fold_norm(weights[f"{own}.mlp_norm"], weights[f"{own}.gate_up"])
-        self._norm = RmsNorm(norm, shape.norm_eps, gate_up.device, kernels)
+        self.norm = RmsNorm(norm, shape.norm_eps, gate_up.device, kernels)
         biases = weights.get(f"{own}.gate_up_bias"), weights.get(f"{own}.down_bias")
-        self._mlp = GatedMlp(gate_up, weights[f"{own}.down"], *biases, kernels=kernels)
+        self.mlp = GatedMlp(gate_up, weights[f"{own}.down"], *biases, kernels=kernels)
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
-        return self._mlp.add(self._norm(x_NH), x_NH)
+        return self.mlp.add(self.norm(x_NH), x_NH)
 
 
 class ExpertMlp:

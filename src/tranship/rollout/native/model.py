@@ -21,6 +21,7 @@ from tranship.rollout.native.linear import Linear, make_linear
 from tranship.rollout.native.mlp import FeedForward, make_feed_forward
 from tranship.rollout.native.norm import RmsNorm
 from tranship.rollout.native.shape import ModelShape
+from tranship.rollout.native.step import CompiledStep, compiled_step
 from tranship.rollout.native.weights import Weights
 
 
@@ -38,12 +39,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All weights, ready for their kernels."""
+    """All weights, ready for their kernels. step: a decode step in one call, where there is one."""
 
     embed: torch.Tensor
     layers: tuple[tuple[Attention, FeedForward], ...]
     norm: RmsNorm
     head: Linear
+    step: CompiledStep | None
 
 
 class Model:
@@ -94,12 +96,11 @@ class Model:
         """
         self.free()
         shape = self._shape
-        self._prepared = Prepared(
-            embed=weights["embed"],
-            layers=tuple(self._prepare_layer(weights, index) for index in range(shape.num_layers)),
-            norm=RmsNorm(weights["norm"], shape.norm_eps, self._device, self._kernels),
-            head=make_linear(weights["embed" if shape.tied else "lm_head"], None, self._kernels),
-        )
+        layers = tuple(self._prepare_layer(weights, index) for index in range(shape.num_layers))
+        norm = RmsNorm(weights["norm"], shape.norm_eps, self._device, self._kernels)
+        head = make_linear(weights["embed" if shape.tied else "lm_head"], None, self._kernels)
+        step = compiled_step(shape, self._kernels, layers, norm, head)
+        self._prepared = Prepared(weights["embed"], layers, norm, head, step)
 
     def _prepare_layer(self, weights: Weights, index: int) -> tuple[Attention, FeedForward]:
         own = f"layers.{index}"
@@ -166,9 +167,12 @@ class Model:
 
         The tables must have room for it.
         """
-        attend = self._decode_attention
-        attend.start(rows, self._turns.index_select(0, rows.prompt_length_N + rows.column_N), prompts, responses)
+        turns_N = self._turns.index_select(0, rows.prompt_length_N + rows.column_N)
         x_NH = functional.embedding(rows.token_N, self._ready.embed)
+        if self._ready.step is not None:
+            return self._ready.step(x_NH, rows, turns_N, prompts, responses)
+        attend = self._decode_attention
+        attend.start(rows, turns_N, prompts, responses)
         for index, (attention, feed_forward) in enumerate(self._ready.layers):
             x_NH = feed_forward(attention.finish(x_NH, attend(index, attention, x_NH)))
         return self._ready.head.wide(self._ready.norm(x_NH))

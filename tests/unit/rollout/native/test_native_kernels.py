@@ -11,6 +11,7 @@ import torch
 
 from tranship.rollout.native import engine as engine_module
 from tranship.rollout.native import kernels as kernels_module
+from tranship.rollout.native import model as model_module
 from tranship.rollout.native.kernels import Kernels, build, kernels_for
 from tranship.rollout.native.linear import CompiledLinear, make_gated
 from tranship.rollout.native.norm import RmsNorm
@@ -154,6 +155,42 @@ def test_bf16_is_as_near_to_fp32_as_without_them(lab, with_and_without, family):
         made = [response.logprobs for response in done.values()]
         gaps.append(np.abs(np.concatenate(made) - np.concatenate(wanted)).mean())
     assert gaps[0] < 1.3 * gaps[1]
+
+
+DENSE = [("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {})]
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("family", "config"), DENSE)
+def test_a_step_in_one_call_is_that_by_layers_to_the_bit(
+    lab, kernels, threads, monkeypatch, family, config, count, dtype
+):
+    threads(count)
+    folder = lab.folder(family, tied=False, **config)
+    requests = [lab.group(n, lab.prompt(n, length), count=5) for n, length in enumerate((1, 16, 70))]
+    engine = lab.engine(folder, dtype=dtype, max_running=15)
+    in_one_call = engine._model._ready.step is not None
+    assert in_one_call == all(kernels.has_product(engine.storage(f"layers.0.{name}")) for name in ("qkv", "o", "down"))
+    made = lab.run(engine, *requests)
+    monkeypatch.setattr(model_module, "compiled_step", lambda *arguments: None)
+    by_layers = lab.run(lab.engine(folder, dtype=dtype, max_running=15), *requests)
+    assert made.keys() == by_layers.keys()
+    for sample, response in made.items():
+        assert response.token_ids.tolist() == by_layers[sample].token_ids.tolist()
+        assert response.logprobs.tobytes() == by_layers[sample].logprobs.tobytes()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts_and_latents_go_by_layers(lab, kernels, family):
+    assert lab.engine(lab.folder(family))._model._ready.step is None
 
 
 @pytest.mark.parametrize("prompt", [1, 15, 16, 17, 200])

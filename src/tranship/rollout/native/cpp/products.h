@@ -1,9 +1,7 @@
-// Products with a packed weight. Called from kernels.py, which says what each argument is. No row's result depends on
-// the rows beside it: every sum runs over the words in order.
+// Products with a packed weight. kernels.py says what each argument is. No row's result depends on the rows beside it:
+// every sum runs over the words in order.
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#pragma once
 
 #include "vectors.h"
 
@@ -19,7 +17,6 @@ namespace {
 constexpr int64_t ROWS = 14;            // rows of a product whose sums are kept in registers at a time
 constexpr int64_t PANEL = 2 * L;        // columns of a product that are computed together
 constexpr int64_t DEEP = 12 * ROWS;     // rows that pass over a panel of the weight before the next one is read
-constexpr int64_t WAKE = 1 << 20;       // multiplications for which a second thread is woken
 constexpr int64_t STRIDE = 8;           // words between two looks ahead
 constexpr int64_t SLICE = 64;           // words of a panel that are written together, within the first cache
 enum Behind { NOTHING, ADD, GATE };
@@ -113,33 +110,35 @@ inline int64_t num_panels(int64_t columns, bool gate) {
   return gate ? (columns / 2 + L - 1) / L : (columns + PANEL - 1) / PANEL;
 }
 
+// The share of one thread. after: what it reads next, if that is known.
 template <class T, class O>
-void product(const Product& g) {
+void product_share(const Product& g, int64_t thread, int64_t threads, const char* after) {
   const int64_t panels = num_panels(g.columns, g.behind == GATE);
   const int64_t words = g.inner / Word<T>::numbers, x_words = g.x_stride / Word<T>::numbers;
-#pragma omp parallel if (g.rows * g.columns * g.inner > WAKE)
-  {
-    int64_t thread = 0, threads = 1;
-#ifdef _OPENMP
-    thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#endif
-    const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
-    float sums[ROWS * PANEL];
-    for (int64_t top = 0; top < g.rows; top += DEEP) {
-      const int64_t deep = std::min(DEEP, g.rows - top), tiles = (deep + ROWS - 1) / ROWS;
-      for (int64_t panel = first; panel < last; panel++) {
-        const float* weight = (const float*)g.weight + panel * words * PANEL;
-        const int64_t lines = panel + 1 < last ? (2 * STRIDE + tiles - 1) / tiles : 0;
-        const char* ahead = (const char*)(weight + words * PANEL);
-        for (int64_t tile = 0; tile < tiles; tile++) {
-          const int64_t from = top + deep * tile / tiles, to = top + deep * (tile + 1) / tiles;
-          product_rows<T>(to - from, (const float*)g.x + from * x_words, x_words, weight, words, ahead, lines, sums);
-          for (int64_t row = from; row < to; row++) finish<T, O>(g, row, panel, sums + (row - from) * PANEL);
-          ahead += 64 * lines * ((words + STRIDE - 1) / STRIDE);
-        }
+  const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
+  float sums[ROWS * PANEL];
+  for (int64_t top = 0; top < g.rows; top += DEEP) {
+    const int64_t deep = std::min(DEEP, g.rows - top), tiles = (deep + ROWS - 1) / ROWS;
+    for (int64_t panel = first; panel < last; panel++) {
+      const float* weight = (const float*)g.weight + panel * words * PANEL;
+      const char* ahead = panel + 1 < last ? (const char*)(weight + words * PANEL) : after;
+      const int64_t lines = ahead ? (2 * STRIDE + tiles - 1) / tiles : 0;
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t from = top + deep * tile / tiles, to = top + deep * (tile + 1) / tiles;
+        product_rows<T>(to - from, (const float*)g.x + from * x_words, x_words, weight, words, ahead, lines, sums);
+        for (int64_t row = from; row < to; row++) finish<T, O>(g, row, panel, sums + (row - from) * PANEL);
+        if (ahead) ahead += 64 * lines * ((words + STRIDE - 1) / STRIDE);
       }
     }
   }
+}
+
+// Where the share of one thread begins in a weight.
+template <class T>
+inline const char* share_start(const void* weight, int64_t inner, int64_t columns, bool gate, int64_t thread,
+                               int64_t threads) {
+  const int64_t first = num_panels(columns, gate) * thread / threads;
+  return (const char*)((const float*)weight + first * (inner / Word<T>::numbers) * PANEL);
 }
 
 // The weight [columns, inner] as panels, word by word; a gate's panel has its own columns, then those that it gates.
@@ -162,28 +161,3 @@ void pack(const W* weight, int64_t columns, int64_t words, bool gate, W* out) {
 }
 
 }  // namespace
-
-extern "C" {
-
-// Whether this processor multiplies bf16.
-int32_t tranship_has_bf16() {
-#ifdef __AVX512BF16__
-  return 1;
-#else
-  return 0;
-#endif
-}
-
-void tranship_product(const Product* g) {
-  if (g->wide)
-    product<float, float>(*g);
-  else if (g->wide_out)
-    product<bf16, float>(*g);
-  else
-    product<bf16, bf16>(*g);
-}
-
-void tranship_pack(const void* weight, int64_t columns, int64_t words, int32_t gate, void* out) {
-  pack((const uint32_t*)weight, columns, words, gate, (uint32_t*)out);
-}
-}

@@ -1,5 +1,7 @@
-// Decode attention of one layer: one new token for each row, over its prompt and its response. Called from kernels.py,
-// which says what each argument is. No row's result depends on the rows beside it.
+// Decode attention of one layer: one new token for each row, over its prompt and its response. kernels.py says what each
+// argument is. No row's result depends on the rows beside it.
+
+#pragma once
 
 #include <limits>
 
@@ -19,7 +21,6 @@ struct Attend {
   int64_t num_units, heads, repeat, dim;
   void* out;
 };
-
 
 namespace {
 
@@ -208,15 +209,11 @@ void attend_unit(const Attend& a, int64_t prompt, int64_t first, int64_t rows, i
   }
 }
 
+// Unit by unit, the one of number `index` < num_units * heads.
 template <class T>
-void attend(const Attend& a) {
-#pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t index = 0; index < a.num_units * a.heads; index++) {
-    const int64_t* unit = a.units + 3 * (index / a.heads);
-    attend_unit<T>(a, unit[0], unit[1], unit[2], index % a.heads);
-  }
+inline void attend_at(const Attend& a, int64_t index) {
+  const int64_t* unit = a.units + 3 * (index / a.heads);
+  attend_unit<T>(a, unit[0], unit[1], unit[2], index % a.heads);
 }
 
 }  // namespace
-
-extern "C" void tranship_attend(const Attend* a) { a->wide ? attend<float>(*a) : attend<bf16>(*a); }

@@ -1,5 +1,7 @@
-// Norms, and drawing a token from each row's logits. Called from kernels.py, which says what each argument is. No row's
-// result depends on the rows beside it.
+// Norms, and drawing a token from each row's logits. kernels.py says what each argument is. No row's result depends on
+// the rows beside it.
+
+#pragma once
 
 #include <cmath>
 #include <limits>
@@ -8,8 +10,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 256;       // tokens of the vocabulary that are summed in fp32
-constexpr int64_t SERIAL = 1 << 18;  // elements of a norm for which a second thread is not worth waking
+constexpr int64_t BLOCK = 256;  // tokens of the vocabulary that are summed in fp32
 
 template <class T>
 void norm_one(const T* x, const T* weight, int64_t dim, float eps, T* out) {
@@ -36,13 +37,14 @@ void norm_one(const T* x, const T* weight, int64_t dim, float eps, T* out) {
   }
 }
 
+// Rows first .. last of x [rows, inner, dim].
 template <class T>
-void norm(const T* x, const T* weight, int64_t rows, int64_t inner, int64_t dim, int64_t stride, float eps, T* out) {
-#pragma omp parallel for if (rows * inner * dim > SERIAL)
-  for (int64_t row = 0; row < rows; row++)
+void norm_rows(const T* x, const T* weight, int64_t first, int64_t last, int64_t inner, int64_t dim, int64_t stride,
+               int64_t out_stride, float eps, T* out) {
+  for (int64_t row = first; row < last; row++)
     for (int64_t i = 0; i < inner; i++)
       norm_one(x + row * stride + i * dim, weight ? weight + i * dim : nullptr, dim, eps,
-               out + (row * inner + i) * dim);
+               out + row * out_stride + i * dim);
 }
 
 void draw_row(const float* logits, int64_t vocab, float temperature, double uniform, int64_t* token, float* logprob) {
@@ -89,21 +91,3 @@ void draw_row(const float* logits, int64_t vocab, float temperature, double unif
 }
 
 }  // namespace
-
-extern "C" {
-
-void tranship_norm(const void* x, const void* weight, int64_t rows, int64_t inner, int64_t dim, int64_t stride,
-                   float eps, int32_t wide, void* out) {
-  if (wide)
-    norm((const float*)x, (const float*)weight, rows, inner, dim, stride, eps, (float*)out);
-  else
-    norm((const bf16*)x, (const bf16*)weight, rows, inner, dim, stride, eps, (bf16*)out);
-}
-
-void tranship_draw(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const double* uniform,
-                   int64_t* token, float* logprob) {
-#pragma omp parallel for
-  for (int64_t row = 0; row < rows; row++)
-    draw_row(logits + row * vocab, vocab, temperature[row], uniform[row], token + row, logprob + row);
-}
-}
