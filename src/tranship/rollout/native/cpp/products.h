@@ -3,6 +3,11 @@
 
 #pragma once
 
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "vectors.h"
 
 struct Product {
@@ -110,9 +115,100 @@ inline int64_t num_panels(int64_t columns, bool gate) {
   return gate ? (columns / 2 + L - 1) / L : (columns + PANEL - 1) / PANEL;
 }
 
+#ifdef __AMX_BF16__
+
+// Whether the kernel gives this process the registers of AMX (their use must be asked for).
+inline bool has_tiles() {
+  constexpr long ask = 0x1023, data = 18;
+  static const bool given = !syscall(SYS_arch_prctl, ask, data);
+  return given;
+}
+
+constexpr int64_t TILE_ROWS = 2 * L;          // rows of a product in two registers
+constexpr int64_t TILE_WORDS = L;             // words that are multiplied at a time
+constexpr int64_t TILE_DEEP = 8 * TILE_ROWS;  // as DEEP
+
+// Registers 0, 1: rows of x; 2, 3: the halves of a panel; 4 .. 7: the sums of each row register with each half.
+inline void begin_tiles(int64_t rows) {
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } c;
+  const int64_t first = std::min(rows, L * int64_t(1)), second = std::max<int64_t>(rows - L, 1);
+  for (int i = 0; i < 8; i++) {
+    c.bytes[i] = 64;
+    c.rows[i] = i == 2 || i == 3 ? L : i == 1 || i > 5 ? second : first;
+  }
+  _tile_loadconfig(&c);
+}
+
+// As product_tile, for up to L rows, or more in two registers.
+template <bool two>
+inline void tile_sums(const float* x, int64_t x_words, const float* weight, int64_t words, const char* ahead,
+                      int64_t lines, float* out) {
+  _tile_zero(4);
+  _tile_zero(5);
+  if (two) {
+    _tile_zero(6);
+    _tile_zero(7);
+  }
+  for (int64_t k = 0; k < words; k += TILE_WORDS) {
+    for (int64_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    _tile_loadd(2, weight + k * PANEL, PANEL * 4);
+    _tile_loadd(3, weight + k * PANEL + L, PANEL * 4);
+    _tile_loadd(0, x + k, x_words * 4);
+    _tile_dpbf16ps(4, 0, 2);
+    _tile_dpbf16ps(5, 0, 3);
+    if (two) {
+      _tile_loadd(1, x + L * x_words + k, x_words * 4);
+      _tile_dpbf16ps(6, 1, 2);
+      _tile_dpbf16ps(7, 1, 3);
+    }
+  }
+  _tile_stored(4, out, PANEL * 4);
+  _tile_stored(5, out + L, PANEL * 4);
+  if (two) {
+    _tile_stored(6, out + L * PANEL, PANEL * 4);
+    _tile_stored(7, out + L * PANEL + L, PANEL * 4);
+  }
+}
+
+// As product_share. The last rows are computed with some before them, so that one shape of registers does.
+template <class O>
+void tile_share(const Product& g, int64_t thread, int64_t threads, const char* after) {
+  const int64_t panels = num_panels(g.columns, g.behind == GATE);
+  const int64_t words = g.inner / 2, x_words = g.x_stride / 2, together = std::min(g.rows, TILE_ROWS);
+  const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
+  float sums[TILE_ROWS * PANEL];
+  begin_tiles(together);
+  for (int64_t top = 0; top < g.rows; top += TILE_DEEP) {
+    const int64_t bottom = std::min(top + TILE_DEEP, g.rows), tiles = (bottom - top + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t panel = first; panel < last; panel++) {
+      const float* weight = (const float*)g.weight + panel * words * PANEL;
+      const char* ahead = panel + 1 < last ? (const char*)(weight + words * PANEL) : after;
+      const int64_t lines = ahead ? (2 * TILE_WORDS + tiles - 1) / tiles : 0;
+      for (int64_t row = top; row < bottom; row += TILE_ROWS) {
+        const int64_t from = std::min(row, g.rows - together), to = std::min(row + TILE_ROWS, bottom);
+        const float* x = (const float*)g.x + from * x_words;
+        (together > L ? tile_sums<true> : tile_sums<false>)(x, x_words, weight, words, ahead, lines, sums);
+        for (int64_t r = row; r < to; r++) finish<bf16, O>(g, r, panel, sums + (r - from) * PANEL);
+        if (ahead) ahead += 64 * lines * (words / TILE_WORDS);
+      }
+    }
+  }
+  _tile_release();
+}
+
+#endif
+
 // The share of one thread. after: what it reads next, if that is known.
 template <class T, class O>
 void product_share(const Product& g, int64_t thread, int64_t threads, const char* after) {
+#ifdef __AMX_BF16__
+  if (Word<T>::numbers == 2 && g.inner % (2 * TILE_WORDS) == 0 && has_tiles())
+    return tile_share<O>(g, thread, threads, after);
+#endif
   const int64_t panels = num_panels(g.columns, g.behind == GATE);
   const int64_t words = g.inner / Word<T>::numbers, x_words = g.x_stride / Word<T>::numbers;
   const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
