@@ -61,7 +61,7 @@ Round = dict[tuple[str, int], dict[str, Any]]
 
 
 def main(quick: bool, json_file: Path | None, workloads: str = "", sides: str = "", rounds: int | None = None) -> int:
-    """Run the benchmark, print its tables, write json_file; returns 0.
+    """Run the benchmark, print its tables, write json_file (after every workload); returns 0.
 
     workloads: some of WORKLOADS (empty: all, tiny with quick). sides: some of SIDES (empty: all; with quick
     without vllm, whose start alone takes half a minute). rounds: None for 5, or 2 with quick.
@@ -89,6 +89,8 @@ def main(quick: bool, json_file: Path | None, workloads: str = "", sides: str = 
             _print_case(name, case, done, terminal)
             if name == "fp32" and {"native", "vllm"} <= set(chosen) and peer_python().exists():
                 _add_cold_start(report, case, model, Path(text))
+            if json_file is not None:
+                report.write(json_file)
     _add_missing(report, names)
     report.print(terminal)
     if json_file is not None:
