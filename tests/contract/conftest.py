@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.contract.rank_host import RankHost, lead
 from tests.contract.rollout_lab import save_model, update
 from tranship.lookup import resolve
 from tranship.rollout import ROLLOUT_ENGINES
@@ -52,12 +53,25 @@ def engine_or_skip(name):
     return resolve(name, ROLLOUT_ENGINES, "rollout.engine")
 
 
-@pytest.fixture(params=sorted(ROLLOUT_ENGINES))
-def make_rollout(request, rollout_folders):
-    """Makes an engine of the table with the first folder's weights as `version` (-1: without)."""
+@pytest.fixture(scope="session")
+def rank_host():
+    """A process for the ranks of engines that have more than one."""
+    with RankHost() as host:
+        yield host
+
+
+TWO_RANKS = "native on two ranks"
+
+
+@pytest.fixture(params=[*sorted(ROLLOUT_ENGINES), TWO_RANKS])
+def make_rollout(request, rollout_folders, rank_host):
+    """Makes an engine of the table, or one of several processes, with the first folder's weights as `version` (-1:
+    without)."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    cls, own = engine_or_skip(request.param), OWN_SETTINGS.get(request.param, {})
+    split = request.param == TWO_RANKS
+    cls, own = (None, {}) if split else (engine_or_skip(request.param), OWN_SETTINGS.get(request.param, {}))
+    led = []
 
     def build(version=0, **settings):
         defaults = {
@@ -69,10 +83,17 @@ def make_rollout(request, rollout_folders):
             "deterministic": False,
             "eos_token_ids": (1,),
         }
-        engine = cls(rollout_folders[0], **(defaults | own | settings))
+        settings = defaults | own | settings
+        if split:
+            engine = lead(rank_host, rollout_folders[0], 2, settings)
+            led.append(engine)
+        else:
+            engine = cls(rollout_folders[0], **settings)
         if version >= 0:
             update(engine, rollout_folders[0], version)
         return engine
 
     yield build
+    for engine in led:
+        engine.close()
     torch.set_num_threads(before)

@@ -1,6 +1,7 @@
 """What the contract tests of rollout engines share: two tiny models, an engine of the table, requests, a reference."""
 
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,14 +39,21 @@ def save_model(folder, seed):
     return folder
 
 
-@torch.no_grad()
 def update(engine, folder, version):
-    tensors = load_file(folder / "model.safetensors")
     engine.begin_update()
+    if hasattr(engine, "fill"):
+        engine.fill(str(folder))
+    fill(engine, folder)
+    engine.finish_update(version)
+
+
+@torch.no_grad()
+def fill(engine, folder):
+    """Write a folder's weights where the engine's pieces want them."""
+    tensors = load_file(Path(folder) / "model.safetensors")
     for piece in engine.pieces():
         target = engine.storage(piece.storage)[tuple(slice(*bounds) for bounds in piece.storage_box)]
         target.copy_(tensors[piece.name][tuple(slice(*bounds) for bounds in piece.box)])
-    engine.finish_update(version)
 
 
 def group(group_id=0, count=4, partials=None, cap=20, prompt=PROMPT, **sampling):

@@ -5,7 +5,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.contract.rollout_lab import PROMPT, VOCAB, group, one, reference, run, update
-from tranship.layouts.pieces import box_size
+from tranship.layouts import box_size, full_box, subtract
 from tranship.types import RunError, SampleId, UserError
 
 
@@ -84,16 +84,22 @@ def test_peek_shows_what_running_samples_have_and_changes_nothing(make_rollout):
         assert np.array_equal(response.token_ids, calm[sample].token_ids)
 
 
-def test_pieces_cover_the_model_once(make_rollout, rollout_folders):
+def test_pieces_cover_the_model(make_rollout, rollout_folders):
+    """Of several ranks together, and each of them has an element at most once."""
     engine = make_rollout(version=-1)
     assert engine.policy_version == -1
-    sizes = {}
-    for piece in engine.pieces():
-        assert tuple(b - a for a, b in piece.box) == tuple(b - a for a, b in piece.storage_box[-len(piece.box) :])
-        sizes[piece.name] = sizes.get(piece.name, 0) + box_size(piece.box)
-    assert sizes == {
-        name: tensor.numel() for name, tensor in load_file(rollout_folders[0] / "model.safetensors").items()
-    }
+    tensors = load_file(rollout_folders[0] / "model.safetensors")
+    missing = {name: [full_box(tuple(tensor.shape))] for name, tensor in tensors.items()}
+    for pieces in (engine.pieces(), *getattr(engine, "others_pieces", [])):
+        here = {name: [full_box(tuple(tensor.shape))] for name, tensor in tensors.items()}
+        for piece in pieces:
+            extents = [stop - start for start, stop in piece.box]
+            assert [stop - start for start, stop in piece.storage_box[-len(piece.box) :]] == extents
+            left = [rest for box in here[piece.name] for rest in subtract(box, piece.box)]
+            assert sum(map(box_size, here[piece.name])) - sum(map(box_size, left)) == box_size(piece.box)
+            here[piece.name] = left
+            missing[piece.name] = [rest for box in missing[piece.name] for rest in subtract(box, piece.box)]
+    assert not any(missing.values())
 
 
 def test_sleep_and_wake_up(make_rollout, rollout_folders):

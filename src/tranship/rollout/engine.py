@@ -34,6 +34,11 @@ class Capabilities:
     partial_rollout: bool
 
 
+class RankLost(RunError):
+    """Another process of an engine that is spread over several is gone, or does not answer: the engine cannot go on,
+    and none of its processes can."""
+
+
 class SamplesFailed(RunError):
     """A step could not go on with `samples`: the engine has dropped them, the others are not touched."""
 

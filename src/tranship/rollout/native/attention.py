@@ -16,7 +16,9 @@ import torch
 from tranship.rollout.native.kernels import Kernels
 from tranship.rollout.native.linear import make_linear
 from tranship.rollout.native.norm import RmsNorm, fold_norm
+from tranship.rollout.native.ranks import Ranks
 from tranship.rollout.native.shape import LatentShape, ModelShape
+from tranship.rollout.native.summed import make_summed
 from tranship.rollout.native.weights import Weights
 
 LATENT_EPS = 1e-6
@@ -50,7 +52,9 @@ class Attention(Protocol):
 class HeadAttention:
     """Queries, keys and values by heads (Llama, Qwen)."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, own: str, kernels: Kernels | None) -> None:
+    def __init__(
+        self, shape: ModelShape, weights: Weights, own: str, kernels: Kernels | None, ranks: Ranks | None
+    ) -> None:
         device = weights[f"{own}.qkv"].device
         order = _pair_order(shape.head_dim, device)
         rows = _row_order(shape, order)
@@ -60,7 +64,7 @@ class HeadAttention:
         self.norm = RmsNorm(norm, shape.norm_eps, device, kernels)
         self.qkv = make_linear(qkv[rows], None if bias is None else bias[rows], kernels)
         self.head_norm = _head_norm(shape, weights, own, order, kernels)
-        self.o = make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias"), kernels)
+        self.o = make_summed(weights[f"{own}.o"], weights.get(f"{own}.o_bias"), kernels, ranks)
 
     def project(
         self, x_NH: torch.Tensor, q_turns: torch.Tensor, k_turns: torch.Tensor
@@ -104,6 +108,7 @@ class LatentAttention:
         own: str,
         fixed: bool,
         kernels: Kernels | None,
+        ranks: Ranks | None,
     ) -> None:
         down = weights[f"{own}.down_qkv"]
         device = down.device
@@ -125,7 +130,7 @@ class LatentAttention:
         keys, values = up_QXR[:, : latent.nope_dim], up_QXR[:, latent.nope_dim :]
         self._to_latent = HeadProduct((keys.float() * shape.attention_scale).to(keys.dtype), fixed)
         self._to_values = HeadProduct(values.transpose(1, 2), fixed)
-        self._o = make_linear(weights[f"{own}.o"], weights.get(f"{own}.o_bias"), kernels)
+        self._o = make_summed(weights[f"{own}.o"], weights.get(f"{own}.o_bias"), kernels, ranks)
 
     def project(
         self, x_NH: torch.Tensor, q_turns: torch.Tensor, k_turns: torch.Tensor
@@ -169,11 +174,16 @@ class HeadProduct:
         return torch.bmm(x_NQI.transpose(0, 1), self._weight).transpose(0, 1)
 
 
-def make_attention(shape: ModelShape, weights: Weights, own: str, fixed: bool, kernels: Kernels | None) -> Attention:
-    """The attention of the layer whose storages are called `own`. fixed: see `LatentAttention`. kernels: for norms."""
+def make_attention(
+    shape: ModelShape, weights: Weights, own: str, fixed: bool, kernels: Kernels | None, ranks: Ranks | None
+) -> Attention:
+    """The attention of the layer whose storages are called `own`. fixed: see `LatentAttention`. kernels: for norms.
+
+    shape: of what lies here. ranks: those that have the other heads.
+    """
     if shape.latent is not None:
-        return LatentAttention(shape, shape.latent, weights, own, fixed, kernels)
-    return HeadAttention(shape, weights, own, kernels)
+        return LatentAttention(shape, shape.latent, weights, own, fixed, kernels, ranks)
+    return HeadAttention(shape, weights, own, kernels, ranks)
 
 
 def _pair_order(dim: int, device: torch.device) -> torch.Tensor:

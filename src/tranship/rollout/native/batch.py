@@ -14,6 +14,7 @@ from tranship.rollout.native.cache import KvTable, PromptRow, Prompts
 from tranship.rollout.native.decode_attention import FIXED_COLUMNS, DecodeRows, Sharing
 from tranship.rollout.native.kernels import QUERIES, Kernels
 from tranship.rollout.native.model import Chunk, Model
+from tranship.rollout.native.ranks import Ranks
 from tranship.rollout.native.requests import Group, PromptState, Sample
 from tranship.rollout.native.sampling import draw
 from tranship.rollout.native.shape import ModelShape
@@ -27,7 +28,9 @@ PREFILL_TOKENS = 2048
 
 class Batch:
     """Samples in slots. In deterministic mode prompts are prefilled alone, not shared, and partial responses replayed
-    token by token, so that no product's shape depends on the neighbours or on the sample's own history."""
+    token by token, so that no product's shape depends on the neighbours or on the sample's own history.
+
+    shape: of what lies here; ranks: those that have the rest, and the same samples in the same slots."""
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class Batch:
         deterministic: bool,
         kernels: Kernels | None,
         decode: Decode | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         step = FIXED_COLUMNS if deterministic else None
         compiled = kernels is not None
@@ -51,6 +55,7 @@ class Batch:
         self._device = device
         self._deterministic = deterministic
         self._decode = decode
+        self._ranks = ranks
         self._prompts = Prompts(KvTable(shape, dtype, device, fixed_step=step, compiled=compiled))
         self._responses = KvTable(shape, dtype, device, fixed_step=step, compiled=compiled)
         self._sharing: Sharing | None = None
@@ -153,7 +158,7 @@ class Batch:
         slots = self.slots
         prompts = [slots.groups[slot].prompt for slot in rows]
         logits = torch.stack([prompt.logits for prompt in prompts if prompt is not None])
-        return self._append(rows, *draw(logits, slots.sampling(rows), self._kernels), policy_version)
+        return self._append(rows, *self._draw(logits, rows), policy_version)
 
     def _prefill_partials(self, rows: np.ndarray) -> None:
         """Fill the cache of interrupted samples, up to the token before their last."""
@@ -190,7 +195,15 @@ class Batch:
             return grown
         if len(grown) < len(rows):
             logits = logits[self._tensor(grown)]
-        return self._append(grown, *draw(logits, slots.sampling(grown), self._kernels), policy_version)
+        return self._append(grown, *self._draw(logits, grown), policy_version)
+
+    def _draw(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The next tokens of these slots and their log-probs. Of several ranks the first draws for all."""
+        if self._ranks is None:
+            return draw(logits, self.slots.sampling(rows), self._kernels)
+        if self._ranks.share.rank:
+            return self._ranks.agree(None, len(rows))
+        return self._ranks.agree(draw(logits, self.slots.sampling(rows), self._kernels), len(rows))
 
     def _decode_rows(self, rows: np.ndarray) -> DecodeRows:
         slots = self.slots

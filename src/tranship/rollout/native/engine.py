@@ -1,4 +1,4 @@
-"""The native rollout engine: continuous batching over slots, one process, one device.
+"""The native rollout engine: continuous batching over slots, in one process, on one device.
 
 Each step admits what waits, prefills what needs it, and decodes one token of every running sample. A prompt is
 prefilled once for its group, stored once, and read once for all samples of the group that run.
@@ -15,13 +15,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tranship.layouts.pieces import Piece
+from tranship.layouts import Piece, Share
 from tranship.rollout.engine import Capabilities, GroupRequest, SamplesFailed
 from tranship.rollout.native.batch import Batch
 from tranship.rollout.native.kernels import kernels_for
 from tranship.rollout.native.model import Chunk, Model
+from tranship.rollout.native.ranks import Ranks
 from tranship.rollout.native.requests import Group, make_group
 from tranship.rollout.native.shape import read_shape
+from tranship.rollout.native.split import split_shape
 from tranship.rollout.native.stop_strings import Decode
 from tranship.rollout.native.weights import Weights
 from tranship.types import Response, RunError, SampleId, UserError
@@ -49,7 +51,9 @@ class NativeEngine:
     `storage`. max_tokens: the longest prompt and response together. on_update: "recompute" computes the cache of
     unfinished responses again with new weights, "keep" leaves it. deterministic: see `Capabilities`; an interrupted
     response then goes on, to the bit, as if it had never stopped. ignore_eos: every response runs to its cap.
-    decode: token ids to text, for stop strings; None: they are refused.
+    decode: token ids to text, for stop strings; None: they are refused. ranks: engines of other processes that hold the
+    rest of the model; every one of them must be told the same, in the same order (`leader` does so). None: all of the
+    model is here.
     """
 
     def __init__(
@@ -65,11 +69,14 @@ class NativeEngine:
         eos_token_ids: tuple[int, ...],
         ignore_eos: bool = False,
         decode: Decode | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._device = torch.device(device)
         if deterministic:
             _check_deterministic(dtype, self._device)
-        self._shape = read_shape(Path(model_dir), max_tokens)
+        share = Share() if ranks is None else ranks.share
+        whole = read_shape(Path(model_dir), max_tokens)
+        self._shape = split_shape(whole, share)
         self._max_tokens = max_tokens
         self._recompute = on_update == "recompute"
         self._eos_token_ids = eos_token_ids
@@ -78,9 +85,15 @@ class NativeEngine:
         self.capabilities = Capabilities(deterministic=deterministic, partial_rollout=True)
         # Its bits must not depend on whether there is a compiler.
         kernels = None if deterministic else kernels_for(self._device, self._shape.head_dim)
-        self._weights = Weights(self._shape, DTYPES[dtype], self._device)
+        self._weights = Weights(whole, DTYPES[dtype], self._device, share)
         self._model = Model(
-            self._shape, self._device, DTYPES[dtype], max_tokens, fixed_columns=deterministic, kernels=kernels
+            self._shape,
+            self._device,
+            DTYPES[dtype],
+            max_tokens,
+            fixed_columns=deterministic,
+            kernels=kernels,
+            ranks=ranks,
         )
         self._batch = Batch(
             self._shape,
@@ -92,6 +105,7 @@ class NativeEngine:
             deterministic=deterministic,
             kernels=kernels,
             decode=decode,
+            ranks=ranks,
         )
         self._queue: deque[Group] = deque()
         self._ended: list[Response] = []

@@ -13,7 +13,9 @@ from torch.nn import functional
 from tranship.rollout.native.kernels import Kernels
 from tranship.rollout.native.linear import make_gated, make_linear
 from tranship.rollout.native.norm import RmsNorm, fold_norm
+from tranship.rollout.native.ranks import Ranks
 from tranship.rollout.native.shape import ExpertShape, ModelShape
+from tranship.rollout.native.summed import make_summed, once
 from tranship.rollout.native.weights import Weights
 
 
@@ -26,7 +28,8 @@ class FeedForward(Protocol):
 
 
 class GatedMlp:
-    """down(silu(gate x) * up x), of gate_up [2 I, H] and down [H, I] with their biases."""
+    """down(silu(gate x) * up x), of gate_up [2 I, H] and down [H, I] with their biases. ranks: those that have other
+    columns, whose results are added; None: what lies here is the result."""
 
     def __init__(
         self,
@@ -36,9 +39,10 @@ class GatedMlp:
         down_bias: torch.Tensor | None = None,
         *,
         kernels: Kernels | None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.gated = make_gated(gate_up, gate_up_bias, kernels)
-        self.down = make_linear(down, down_bias, kernels)
+        self.down = make_summed(down, down_bias, kernels, ranks)
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         """[N, H]."""
@@ -52,11 +56,13 @@ class GatedMlp:
 class DenseMlp:
     """One mlp for every token."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, own: str, kernels: Kernels | None) -> None:
+    def __init__(
+        self, shape: ModelShape, weights: Weights, own: str, kernels: Kernels | None, ranks: Ranks | None
+    ) -> None:
         norm, gate_up = fold_norm(weights[f"{own}.mlp_norm"], weights[f"{own}.gate_up"])
         self.norm = RmsNorm(norm, shape.norm_eps, gate_up.device, kernels)
         biases = weights.get(f"{own}.gate_up_bias"), weights.get(f"{own}.down_bias")
-        self.mlp = GatedMlp(gate_up, weights[f"{own}.down"], *biases, kernels=kernels)
+        self.mlp = GatedMlp(gate_up, weights[f"{own}.down"], *biases, kernels=kernels, ranks=ranks)
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         return self.mlp.add(self.norm(x_NH), x_NH)
@@ -66,20 +72,28 @@ class ExpertMlp:
     """Routed experts, and those that every token passes. Tokens are sorted by expert; each expert runs once.
 
     What a token gets does not depend on the others: its experts' products are added in the order of its choice.
+    ranks: those that have other columns of every expert; what all experts make is summed over them once.
     """
 
     def __init__(
-        self, shape: ModelShape, experts: ExpertShape, weights: Weights, own: str, kernels: Kernels | None
+        self,
+        shape: ModelShape,
+        experts: ExpertShape,
+        weights: Weights,
+        own: str,
+        kernels: Kernels | None,
+        ranks: Ranks | None,
     ) -> None:
+        self._ranks = ranks
         gate_up, down = weights[f"{own}.experts.gate_up"], weights[f"{own}.experts.down"]
         self._norm = RmsNorm(weights[f"{own}.mlp_norm"], shape.norm_eps, gate_up.device, kernels)
         self._router = Router(experts, weights[f"{own}.router"], weights.get(f"{own}.correction"), kernels)
         self._experts = [GatedMlp(gate_up[index], down[index], kernels=kernels) for index in range(experts.num_experts)]
         self._shared = None
         if experts.shared_mlp:
-            parts = (weights.get(f"{own}.shared.{name}") for name in ("gate_up_bias", "down_bias"))
+            biases = weights.get(f"{own}.shared.gate_up_bias"), once(weights.get(f"{own}.shared.down_bias"), ranks)
             self._shared = GatedMlp(
-                weights[f"{own}.shared.gate_up"], weights[f"{own}.shared.down"], *parts, kernels=kernels
+                weights[f"{own}.shared.gate_up"], weights[f"{own}.shared.down"], *biases, kernels=kernels
             )
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
@@ -98,6 +112,9 @@ class ExpertMlp:
         total_NH = torch.zeros(x_NH.shape, dtype=torch.float32, device=x_NH.device)
         for place in range(chosen_NK.shape[1]):
             total_NH.addcmul_(made_NKH[:, place].float(), share_NK[:, place, None])
+        if self._ranks is not None:
+            total_NH = total_NH if self._shared is None else total_NH.add_(self._shared(normed_NH))
+            return x_NH + self._ranks.sum(total_NH).to(x_NH.dtype)
         out = x_NH + total_NH.to(x_NH.dtype)
         return out if self._shared is None else self._shared.add(normed_NH, out)
 
@@ -148,9 +165,12 @@ def _sigmoid(x_NE: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(functional.pad(x_NE, (0, 0, 0, -count % 64)))[:count]
 
 
-def make_feed_forward(shape: ModelShape, weights: Weights, index: int, kernels: Kernels | None) -> FeedForward:
-    """The second half of layer `index`. kernels: for its norm."""
+def make_feed_forward(
+    shape: ModelShape, weights: Weights, index: int, kernels: Kernels | None, ranks: Ranks | None
+) -> FeedForward:
+    """The second half of layer `index`. kernels: for its norm. shape: of what lies here; ranks: those that have the
+    other columns."""
     own = f"layers.{index}"
     if shape.experts is not None and index in shape.expert_layers:
-        return ExpertMlp(shape, shape.experts, weights, own, kernels)
-    return DenseMlp(shape, weights, own, kernels)
+        return ExpertMlp(shape, shape.experts, weights, own, kernels, ranks)
+    return DenseMlp(shape, weights, own, kernels, ranks)

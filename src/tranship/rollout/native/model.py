@@ -20,8 +20,10 @@ from tranship.rollout.native.kernels import Kernels
 from tranship.rollout.native.linear import Linear, make_linear
 from tranship.rollout.native.mlp import FeedForward, make_feed_forward
 from tranship.rollout.native.norm import RmsNorm
+from tranship.rollout.native.ranks import Ranks
 from tranship.rollout.native.shape import ModelShape
 from tranship.rollout.native.step import CompiledStep, compiled_step
+from tranship.rollout.native.summed import WholeLogits
 from tranship.rollout.native.weights import Weights
 
 
@@ -44,7 +46,7 @@ class Prepared:
     embed: torch.Tensor
     layers: tuple[tuple[Attention, FeedForward], ...]
     norm: RmsNorm
-    head: Linear
+    head: Linear | WholeLogits
     step: CompiledStep | None
 
 
@@ -52,7 +54,7 @@ class Model:
     """Prepared weights and the passes over them. `prepare` must follow every change of the weights.
 
     fixed_columns: attention reads keys and values in blocks of `FIXED_COLUMNS`. kernels: compute what lies between
-    the products; None: torch does.
+    the products; None: torch does. shape: of what lies here; ranks: those that have the rest, and run the same passes.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class Model:
         *,
         fixed_columns: bool,
         kernels: Kernels | None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._shape = shape
         self._device = device
+        self._ranks = ranks
         self._fixed_columns = fixed_columns
         self._kernels = kernels
         self._decode_attention: DecodeAttention = (
@@ -98,14 +102,23 @@ class Model:
         shape = self._shape
         layers = tuple(self._prepare_layer(weights, index) for index in range(shape.num_layers))
         norm = RmsNorm(weights["norm"], shape.norm_eps, self._device, self._kernels)
-        head = make_linear(weights["embed" if shape.tied else "lm_head"], None, self._kernels)
+        head = self._prepare_head(weights)
         step = compiled_step(shape, self._kernels, layers, norm, head)
         self._prepared = Prepared(weights["embed"], layers, norm, head, step)
 
+    def _prepare_head(self, weights: Weights) -> Linear | WholeLogits:
+        weight_VH = weights["embed" if self._shape.tied else "lm_head"]
+        if self._ranks is None:
+            return make_linear(weight_VH, None, self._kernels)
+        if self._shape.tied:
+            weight_VH = weight_VH[slice(*self._ranks.share.stretch(self._shape.vocab))]
+        return WholeLogits(make_linear(weight_VH, None, self._kernels), self._ranks, self._shape.vocab)
+
     def _prepare_layer(self, weights: Weights, index: int) -> tuple[Attention, FeedForward]:
         own = f"layers.{index}"
-        attention = make_attention(self._shape, weights, own, fixed=self._fixed_columns, kernels=self._kernels)
-        return attention, make_feed_forward(self._shape, weights, index, self._kernels)
+        shape, kernels, ranks = self._shape, self._kernels, self._ranks
+        attention = make_attention(shape, weights, own, fixed=self._fixed_columns, kernels=kernels, ranks=ranks)
+        return attention, make_feed_forward(shape, weights, index, kernels, ranks)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """float32 [N, V] of final hidden states."""

@@ -19,6 +19,7 @@ from tranship.rollout.native.linear import CompiledLinear, Linear
 from tranship.rollout.native.mlp import DenseMlp, FeedForward
 from tranship.rollout.native.norm import RmsNorm
 from tranship.rollout.native.shape import ModelShape
+from tranship.rollout.native.summed import WholeLogits
 
 
 class CompiledStep:
@@ -83,7 +84,7 @@ def compiled_step(
     kernels: Kernels | None,
     layers: Sequence[tuple[Attention, FeedForward]],
     norm: RmsNorm,
-    head: Linear,
+    head: Linear | WholeLogits,
 ) -> CompiledStep | None:
     """The step, if kernels compute all of it: queries, keys and values by heads, one mlp for every token."""
     dense = [
