@@ -80,7 +80,7 @@ def test_weights_arrive_in_one_process(trainer: TransformersEngine, sampler: Nat
 
 
 def test_weights_arrive_through_published_buckets(trainer: TransformersEngine, sampler: NativeEngine) -> None:
-    plan, probe, shelf = plan_weights(trainer.pieces(), sampler.pieces()), probe_of(sampler), {}
+    plan, probe, shelf = plan_weights(trainer.pieces(), [sampler.pieces()]), probe_of(sampler), {}
 
     def put(bucket: np.ndarray) -> int:
         shelf[len(shelf)] = bucket.copy()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flow_helpers import wait_until
-from ray import cluster_utils
+from flow_helpers import ray_nodes, wait_until
 from watched_run import WatchedRun, check_whole, weights_of
 
 import tranship
@@ -21,22 +19,13 @@ from tranship.runtime.processes import descendants, is_running
 Recipe = Callable[..., dict[str, Any]]
 SLOW = f"{Path(__file__).parent / 'rewards_for_tests.py'}:slow"
 STEPS = 8
-NODE = {"num_cpus": 4, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1"}
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Two nodes, and no driver in this process."""
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    # A folder of its own, with a short name: Ray puts sockets into it, and what `auto` finds.
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        head = {**NODE, "include_dashboard": False, "temp_dir": folder}
-        nodes = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
-        try:
-            nodes.add_node(**NODE)
-            yield nodes
-        finally:
-            nodes.shutdown()
+def cluster() -> Iterator[Any]:
+    """Two nodes."""
+    with ray_nodes(2) as nodes:
+        yield nodes
 
 
 def processes_of(node: Any) -> set[int]:

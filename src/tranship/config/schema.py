@@ -113,6 +113,11 @@ class RolloutConfig(Section):
     on_update: Literal["recompute", "keep"] = Field(
         default="recompute", description="The KV cache of unfinished responses when new weights arrive."
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that hold one sampler's model together (native; placement.layout=split).",
+    )
 
 
 class EnvConfig(Section):
@@ -570,6 +575,8 @@ class Config(Section):
                 f"placement.num_samplers {self.placement.num_samplers} needs placement.layout=split: "
                 "in the fused layout the one group trains and generates"
             )
+        if self.rollout.tensor_parallel > 1:
+            self._check_tensor_parallel()
         if self.dock.capacity_bytes < 2 * self.dock.slab_bytes:
             raise ValueError(
                 f"dock.capacity_bytes {self.dock.capacity_bytes} has no room for two slabs of dock.slab_bytes "
@@ -592,6 +599,19 @@ class Config(Section):
             )
         self._check_learnable()
         return self
+
+    def _check_tensor_parallel(self) -> None:
+        size = self.rollout.tensor_parallel
+        if self.rollout.engine != "native":
+            raise ValueError(
+                f"rollout.tensor_parallel {size} needs rollout.engine=native, not {self.rollout.engine}: set it, or "
+                "tensor_parallel=1"
+            )
+        if self.placement.layout != "split":
+            raise ValueError(
+                f"rollout.tensor_parallel {size} needs processes that only sample: use placement.runtime=ray and "
+                "placement.layout=split, or tensor_parallel=1"
+            )
 
     def _check_learnable(self) -> None:
         """Refuse what leaves the weights as they are, whatever the data."""

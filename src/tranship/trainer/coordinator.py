@@ -27,6 +27,8 @@ from tranship.worker.describe import unpack_tokens
 
 # Leases that are over are ended within this, or a quarter of their length.
 _EXPIRY_S = 1.0
+# Settings of rollout that leave what is sampled as it is.
+_SAME_SCORES = {"engine", "group_size", "max_running", "on_update", "tensor_parallel"}
 
 
 class Coordinator:
@@ -49,7 +51,7 @@ class Coordinator:
         self._processes = processes
         self._dock = processes.dock
         self._trainer = processes.trainer
-        self._num_workers = len(report.workers)
+        self._num_workers = sum(plan.num_ranks for plan in report.workers)
         self._samples = "train" in next(row.kinds for row in report.table if row.name == "rollout")
         self._recorder = recorder
         self._decode = decode
@@ -381,7 +383,7 @@ def _measured_on(report: Report) -> str:
     settings = {
         "data": report.val.digest if report.val else "",
         "validation": config.validation.model_dump(mode="json", include={"samples_per_prompt", "correct_score"}),
-        "rollout": config.rollout.model_dump(mode="json", exclude={"engine", "group_size", "max_running", "on_update"}),
+        "rollout": config.rollout.model_dump(mode="json", exclude=_SAME_SCORES),
         "reward": config.reward.model_dump(mode="json", exclude={"num_workers", "timeout_s", "memory_mb"}),
         "env": config.env.model_dump(mode="json"),
     }

@@ -27,6 +27,7 @@ from tranship.trainer.placement import place
 from tranship.trainer.preflight import Report, preflight
 from tranship.trainer.processes import runtime_options, start_processes
 from tranship.trainer.signals import StopRequest
+from tranship.trainer.team import members
 from tranship.trainer.trained import find_model, weights_digest
 from tranship.trainer.validation import Validation
 from tranship.types import RunError, UserError
@@ -107,7 +108,8 @@ def prepare(
     report = preflight(evaluation_config(config, file.parent), training=False)
     table = evaluation_table(config.reward.model)
     own_reward_model = config.reward.model.path is not None and config.reward.model.placement == "own"
-    first, *others = place(config.placement, table, own_reward_model=own_reward_model)
+    num_ranks = config.rollout.tensor_parallel
+    first, *others = place(config.placement, table, own_reward_model=own_reward_model, num_ranks=num_ranks)
     workers = (replace(first, stages=(WEIGHTS, *first.stages)), *others)
     return Prepared(argument, recipe, replace(report, table=table, workers=workers), file)
 
@@ -230,7 +232,7 @@ def _give_weights(report: Report, workers: Sequence[Handle]) -> None:
     samplers = [worker for worker in others if worker.name in sampling]
     if samplers:
         pieces = source.call("pieces", timeout_s=_COMMAND_S)
-        wanted = samplers[0].call("pieces", timeout_s=_COMMAND_S)
+        wanted = [rank.call("pieces", timeout_s=_COMMAND_S) for rank in members(samplers[0])]
         for worker in (source, *samplers):
             worker.call("connect_weights", pieces, wanted, timeout_s=_COMMAND_S)
     ready = source.call("publish_weights", 0, timeout_s=_COMMAND_S)

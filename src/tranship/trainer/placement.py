@@ -25,18 +25,22 @@ _SAMPLER_STAGES = ("reward", "rollout")
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """One worker process: its name and the stages that it hosts, in the order in which they are served."""
+    """One worker process: its name and the stages that it hosts, in the order in which they are served.
+
+    num_ranks: processes that hold its sampler's model together, of which it is the first.
+    """
 
     name: str
     stages: tuple[str, ...]
+    num_ranks: int = 1
 
 
 def place(
-    placement: PlacementConfig, table: Sequence[StageSpec], *, own_reward_model: bool = False
+    placement: PlacementConfig, table: Sequence[StageSpec], *, own_reward_model: bool = False, num_ranks: int = 1
 ) -> tuple[WorkerPlan, ...]:
     """The workers of a placement; the one that trains comes first. `validate` belongs to the coordinator.
 
-    own_reward_model: the reward model has a process of its own, not the trainer's.
+    own_reward_model: the reward model has a process of its own, not the trainer's. num_ranks: of each sampler.
     """
     known = {stage.name for stage in table}
     assert known <= {*_SERVED_FIRST, "validate"}, known
@@ -48,4 +52,5 @@ def place(
         return (WorkerPlan("fused", tuple(names)), *apart)
     trainer = WorkerPlan("trainer", tuple(name for name in names if name not in _SAMPLER_STAGES))
     sampler_stages = tuple(name for name in names if name in _SAMPLER_STAGES)
-    return (trainer, *(WorkerPlan(f"sampler-{i}", sampler_stages) for i in range(placement.num_samplers)), *apart)
+    samplers = (WorkerPlan(f"sampler-{i}", sampler_stages, num_ranks) for i in range(placement.num_samplers))
+    return (trainer, *samplers, *apart)

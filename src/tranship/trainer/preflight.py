@@ -16,6 +16,7 @@ from tranship.config import Config
 from tranship.data.prompts import load_prompts
 from tranship.data.promptset import PromptSet, shared_prompts
 from tranship.data.stream import make_stream
+from tranship.layouts import Share
 from tranship.lookup import resolve
 from tranship.models.folder import ModelInfo, locate
 from tranship.models.folder import check as check_folder
@@ -23,6 +24,8 @@ from tranship.models.tokenizer import load_tokenizer, template_system_prompt
 from tranship.observe import check_port, check_trackers
 from tranship.rewards import make_pool
 from tranship.rollout import ROLLOUT_ENGINES
+from tranship.rollout.native.shape import read_shape
+from tranship.rollout.native.split import split_shape
 from tranship.rollout.vllm.core import check_installed
 from tranship.runtime import check_runtime
 from tranship.runtime.device import check_processes, num_cores, resolve_device
@@ -91,7 +94,7 @@ class Report:
             f"sampling  temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k or 'off'}, "
             f"min_p {sampling.min_p}, at most {sampling.max_response_tokens} tokens",
             f"placement {config.placement.runtime}, {config.placement.layout}: "
-            + "; ".join(f"{plan.name} ({', '.join(plan.stages)})" for plan in self.workers)
+            + "; ".join(f"{plan.name} ({', '.join(plan.stages)}{_on_ranks(plan)})" for plan in self.workers)
             + f"; {self.num_threads} threads each on {self.device}",
         ]
         if config.serve.enabled:
@@ -130,12 +133,13 @@ def preflight(config: Config, *, training: bool = True) -> Report:
     table = stage_table(config.algorithm, config.reward.model)
     check_table(table)
     own_reward_model = config.reward.model.path is not None and config.reward.model.placement == "own"
-    workers = place(config.placement, table, own_reward_model=own_reward_model)
+    num_ranks = config.rollout.tensor_parallel
+    workers = place(config.placement, table, own_reward_model=own_reward_model, num_ranks=num_ranks)
     check_runtime(config.placement.runtime)
     stage_needs(config, table)
     check_shared_memory(config)
     _check_serve(config, workers)
-    num_threads = _threads(config, len(workers), device)
+    num_threads = _threads(config, sum(plan.num_ranks for plan in workers), device)
     _check_reward_workers(config)
     _check_rollout_engine(config)
     _check_algorithm(config)
@@ -144,6 +148,8 @@ def preflight(config: Config, *, training: bool = True) -> Report:
         check_port(config.observe.tensorboard_port)
     model_dir = locate(config.model.path)
     model = check_folder(model_dir, need_chat_template=False, trust_remote_code=config.model.trust_remote_code)
+    if num_ranks > 1:
+        split_shape(read_shape(model_dir, max_tokens=1), Share(0, num_ranks))
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     encoding = _env_prompts(config, tokenizer, model)
     train = _load("data.train", config, tokenizer, model.context_length, encoding)
@@ -176,6 +182,10 @@ def preflight(config: Config, *, training: bool = True) -> Report:
         _check_disk(config, model)
     _check_reward(config)
     return report
+
+
+def _on_ranks(plan: WorkerPlan) -> str:
+    return f", {plan.num_ranks} ranks" if plan.num_ranks > 1 else ""
 
 
 def _check_serve(config: Config, workers: Sequence[WorkerPlan]) -> None:

@@ -13,6 +13,7 @@ from tranship.runtime import Handle, Runtime, RuntimeOptions
 from tranship.trainer.aides import START_S, Aide
 from tranship.trainer.placement import WorkerPlan
 from tranship.trainer.preflight import Report
+from tranship.trainer.team import Team
 from tranship.worker.dock_service import RECONNECT_S
 
 COORDINATOR = "coordinator"
@@ -104,14 +105,22 @@ def dock_client(dock: Handle, report: Report, hear: Callable[[], None]) -> DockC
 
 def start_worker(runtime: Runtime, report: Report, plan: WorkerPlan, name: str) -> Handle:
     """A worker that hosts a plan's stages, while it is being built. name: its own in the run, which leases count on."""
-    return runtime.start(
-        name,
-        "tranship.worker.worker:Worker",
-        {"spec": report.spec(plan), "dock": runtime.service_proxy("dock")},
-        kind="loop",
-        num_threads=report.num_threads,
-        num_accelerators=0 if report.device == "cpu" else 1,
-    )
+
+    def start(own_name: str, factory: str, kwargs: dict[str, Any]) -> Handle:
+        return runtime.start(
+            own_name,
+            factory,
+            {"spec": report.spec(plan), **kwargs},
+            kind="loop",
+            num_threads=report.num_threads,
+            num_accelerators=0 if report.device == "cpu" else 1,
+        )
+
+    worker = start(name, "tranship.worker.worker:Worker", {"dock": runtime.service_proxy("dock")})
+    if plan.num_ranks == 1:
+        return worker
+    rank = "tranship.worker.rank:SamplerRank"
+    return Team(worker, [start(f"{name}-rank-{index}", rank, {"rank": index}) for index in range(1, plan.num_ranks)])
 
 
 def _is_inline(report: Report) -> bool:

@@ -20,6 +20,7 @@ _FREE = (
     "train.activation_checkpointing",
     "data.val",
     "rollout.max_running",
+    "rollout.tensor_parallel",
     "env.num_workers",
     "env.step_timeout_s",
     "env.memory_bytes",

@@ -33,6 +33,7 @@ from tranship.trainer.processes import (
     start_worker,
     warehouse_aide,
 )
+from tranship.trainer.team import members
 from tranship.types import RunError
 from tranship.worker.weights import WeightsReady
 
@@ -93,6 +94,7 @@ class Supervisor:
         self._folder: str | None = None
         self._dock_deaths = 0
         self._heard: deque[Exception] = deque()
+        self._replaced: set[str] = set()
 
     def start(self) -> None:
         """Start the dock and the workers; returns when all of them are ready."""
@@ -171,7 +173,7 @@ class Supervisor:
         if isinstance(error, ProcessDied) or not isinstance(error, RunError):
             return error
         deadline = time.monotonic() + (0.0 if self._report.config.placement.runtime == "inline" else _CAUSE_S)
-        replaceable = {seat.handle.name for seat in self._seats}
+        replaceable = {process.name for seat in self._seats for process in members(seat.handle)}
         while (left_s := deadline - time.monotonic()) > 0:
             try:
                 self._runtime.poll(left_s)
@@ -190,7 +192,8 @@ class Supervisor:
         samplers = [seat.handle for seat in self._seats if seat.samples]
         if samplers:
             source = self.trainer.call("pieces", timeout_s=COMMAND_S)
-            self._ends = source, samplers[0].call("pieces", timeout_s=COMMAND_S)
+            ranks = members(samplers[0])
+            self._ends = source, [rank.call("pieces", timeout_s=COMMAND_S) for rank in ranks]
             for worker in (self.trainer, *samplers):
                 worker.call("connect_weights", *self._ends, timeout_s=COMMAND_S)
 
@@ -260,7 +263,10 @@ class Supervisor:
         if death.name in self._aides:
             self._aides.replace(death)
             return
-        seat = next((seat for seat in self._seats if seat.handle.name == death.name), None)
+        if death.name in self._replaced:
+            # Another rank of the same sampler, which has been started again already.
+            return
+        seat = next((seat for seat in self._seats if _is_of(death, seat.handle)), None)
         if seat is None:
             raise death
         limit = self._report.config.run.max_restarts
@@ -270,6 +276,7 @@ class Supervisor:
                 f"(run.max_restarts {limit})"
             ) from death
         seat.handle.stop(timeout_s=0)
+        self._replaced.update(process.name for process in members(seat.handle))
         self._handles.remove(seat.handle)
         self.dock.retire(seat.handle.name)
         seat.predecessor, seat.since, seat.asked = seat.handle.name, time.monotonic(), None
@@ -337,7 +344,7 @@ class Supervisor:
         return self._handles[0].call("access", timeout_s=START_S)
 
     def _all_handles(self) -> list[Handle]:
-        return [*self._handles, *self._aides.handles]
+        return [*(process for handle in self._handles for process in members(handle)), *self._aides.handles]
 
     def _join(self, seat: _Seat) -> None:
         """Take a successor through what it needs before it serves."""
@@ -369,5 +376,10 @@ class Supervisor:
 
 def _check_own(death: ProcessDied, worker: Handle) -> None:
     """Raise a death unless it is that of `worker` itself, of which the runtime's next poll tells."""
-    if death.name != worker.name:
+    if not _is_of(death, worker):
         raise death
+
+
+def _is_of(death: ProcessDied, worker: Handle) -> bool:
+    """Whether it is that of a worker, or of one of its ranks."""
+    return any(death.name == process.name for process in members(worker))

@@ -19,7 +19,7 @@ from tranship.rollout import RolloutEngine
 from tranship.stages import Stopwatch
 from tranship.train import TrainEngine
 
-_FETCH_S = 120.0
+FETCH_S = 120.0
 _BUCKET_BYTES = 16 << 20
 
 
@@ -50,9 +50,10 @@ class WeightsReady:
     probe_logprobs: np.ndarray
 
 
-def plan_weights(source: Sequence[Piece], target: Sequence[Piece]) -> Plan:
-    """The moves from one training rank to one sampler; every side that computes it gets the same."""
-    return make_plan(Layout((tuple(source),)), Layout((tuple(target),)), bucket_bytes=_BUCKET_BYTES)
+def plan_weights(source: Sequence[Piece], targets: Sequence[Sequence[Piece]]) -> Plan:
+    """The moves from one training rank to the ranks of a sampler; every side that computes it gets the same."""
+    target = Layout(tuple(tuple(pieces) for pieces in targets))
+    return make_plan(Layout((tuple(source),)), target, bucket_bytes=_BUCKET_BYTES)
 
 
 class LocalWeights:
@@ -63,7 +64,7 @@ class LocalWeights:
         self._sampler = sampler
         self._probe = probe
         self._watch = watch
-        self._source = WeightSource(plan_weights(trainer.pieces(), sampler.pieces()), trainer.storage)
+        self._source = WeightSource(plan_weights(trainer.pieces(), [sampler.pieces()]), trainer.storage)
 
     def publish(self, version: int) -> None:
         """The sampler uses the trainer's weights as `version` when this returns."""
@@ -100,7 +101,8 @@ class PublishedWeights:
 
 
 class FetchedWeights:
-    """A sampler's end of a split placement."""
+    """A sampler's end of a split placement. tell: called with the version before it is fetched; a sampler of several
+    ranks has the others fetch theirs."""
 
     def __init__(
         self,
@@ -109,11 +111,13 @@ class FetchedWeights:
         probe: Probe,
         get: Callable[[Any, float], np.ndarray],
         watch: Stopwatch,
+        tell: Callable[[int], None] | None = None,
     ) -> None:
         self._sampler = sampler
         self._probe = probe
         self._get = get
         self._watch = watch
+        self._tell = tell
         self._sink = WeightSink(plan, sampler.storage)
         self._ready: WeightsReady | None = None
 
@@ -129,7 +133,9 @@ class FetchedWeights:
         ready, self._ready = self._ready, None
         with self._watch.time("reshard"):
             self._sampler.begin_update()
-            version = self._sink.pull([ready.announcement], lambda ref: self._get(ref, _FETCH_S))
+            if self._tell is not None:
+                self._tell(ready.announcement.version)
+            version = self._sink.pull([ready.announcement], lambda ref: self._get(ref, FETCH_S))
             self._sampler.finish_update(version)
             self._probe.check(version, ready.probe_logprobs, self._sampler)
         return True

@@ -22,6 +22,7 @@ from tranship.observe.profile import Profiler
 from tranship.observe.snapshot import snapshots_wanted
 from tranship.rewards import make_pool
 from tranship.rollout import RolloutEngine
+from tranship.rollout.native.leader import Door, LeadingEngine
 from tranship.runtime import Context, ServiceProxy
 from tranship.stages import Stage, Stopwatch
 from tranship.stages.advantage import AdvantageStage
@@ -43,6 +44,7 @@ from tranship.worker.build import (
 )
 from tranship.worker.describe import sample_record, sampling_record, token_record
 from tranship.worker.dock_service import DockConnection
+from tranship.worker.rank import as_death
 from tranship.worker.spec import WEIGHTS, WorkerSpec
 from tranship.worker.weights import (
     FetchedWeights,
@@ -84,7 +86,7 @@ class Worker:
         self._trainer: TrainEngine | None = build_train_engine(spec) if has_weights else None
         self._critic: CriticEngine | None = build_critic_engine(spec) if "value" in spec.stages else None
         self._sampler: RolloutEngine | None = (
-            build_rollout_engine(spec, self._text_of) if "rollout" in spec.stages else None
+            build_rollout_engine(spec, self._text_of, context.host) if "rollout" in spec.stages else None
         )
         self._endpoint = self._make_endpoint()
         self._local: LocalWeights | None = None
@@ -103,7 +105,8 @@ class Worker:
             for stage in self._stages:
                 if self._stop.is_set():
                     return False
-                progress = stage.step() or progress
+                with as_death(self._context.name):
+                    progress = stage.step() or progress
         except _Stopped:
             return False
         return progress
@@ -119,6 +122,8 @@ class Worker:
             self._endpoint.close()
         for stage in self._stages:
             stage.close()
+        if isinstance(self._sampler, LeadingEngine):
+            self._sampler.close()
         self._connection.close()
         torch.use_deterministic_algorithms(self._deterministic_before)
 
@@ -130,14 +135,22 @@ class Worker:
         assert engine is not None
         return engine.pieces()
 
-    def connect_weights(self, source: list[Piece], target: list[Piece]) -> None:
-        """Plan the way from the trainer's pieces to a sampler's; this worker is one of the two ends."""
-        plan, objects = plan_weights(source, target), self._context.objects
+    def lead(self, doors: list[Door]) -> None:
+        """Meet the other ranks of this sampler, given in their order."""
+        assert isinstance(self._sampler, LeadingEngine)
+        with as_death(self._context.name):
+            self._sampler.lead(doors)
+
+    def connect_weights(self, source: list[Piece], targets: list[list[Piece]]) -> None:
+        """Plan the way from the trainer's pieces to those of a sampler's ranks; this worker is the trainer, or the
+        first rank."""
+        plan, objects = plan_weights(source, targets), self._context.objects
         if self._trainer is not None:
             self._published = PublishedWeights(self._trainer, plan, self._probe(), objects.put, self._watch)
         else:
             assert self._sampler is not None
-            self._fetched = FetchedWeights(self._sampler, plan, self._probe(), objects.get, self._watch)
+            tell = self._sampler.fill if isinstance(self._sampler, LeadingEngine) else None
+            self._fetched = FetchedWeights(self._sampler, plan, self._probe(), objects.get, self._watch, tell)
 
     def publish_weights(self, version: int) -> WeightsReady | None:
         """Make the current weights version `version`: in place where the sampler is here, else as buckets."""
@@ -155,7 +168,8 @@ class Worker:
     def fetch_weights(self, ready: WeightsReady) -> None:
         """Use this version when the call returns."""
         self.announce_weights(ready)
-        self._update_weights()
+        with as_death(self._context.name):
+            self._update_weights()
 
     def batches_trained(self) -> int:
         """Batches that the weights here have been trained on since `load`, or since the start."""

@@ -21,6 +21,12 @@ def test_split_separates_sampling_from_training() -> None:
     assert len({s.name for s in samplers}) == 2
 
 
+def test_a_sampler_may_have_several_ranks_and_the_trainer_has_one() -> None:
+    trainer, *samplers = place(PlacementConfig(runtime="ray", layout="split", num_samplers=2), TABLE, num_ranks=3)
+    assert trainer.num_ranks == 1
+    assert [s.num_ranks for s in samplers] == [3, 3]
+
+
 def test_without_a_reference_nobody_hosts_one() -> None:
     plans = place(PlacementConfig(runtime="ray", layout="split"), stage_table(AlgorithmConfig()))
     assert all("reference" not in plan.stages for plan in plans)

@@ -54,6 +54,7 @@ class FakeHandle:
             "pieces": f"pieces of {name}",
             "access": SimpleNamespace(name=f"the way to process {pid}", folder=None),
             "left": f"what {name} left",
+            "door": f"door of {name}",
         }
         self.late: set[str] = set()
         self.dead: ProcessDied | None = None
@@ -91,6 +92,7 @@ class FakeRuntime:
         self.late_when_new: set[str] = set()
         self.has_second = False
         self.has_controller = False
+        self.has_ranks = False
 
     def start(self, name: str, factory: str, kwargs: dict[str, Any], **options: Any) -> FakeHandle:
         handle = FakeHandle(name, 100 + len(self.started))
@@ -174,6 +176,8 @@ def supervisor(runtime: FakeRuntime, recorder: FakeRecorder, monkeypatch: pytest
     report: Any = SimpleNamespace(
         config=config, table=(), workers=PLANS, num_threads=1, device="cpu", spec=lambda plan: plan.name
     )
+    if runtime.has_ranks:
+        report.workers = (PLANS[0], WorkerPlan("sampler-0", ("reward", "rollout"), num_ranks=3), *PLANS[2:])
     RUNTIME_OF[id(report)] = runtime
     made = Supervisor(runtime, report, Path("run"), recorder, 0)  # type: ignore[arg-type]
     made.start()
@@ -202,7 +206,7 @@ def test_a_dead_sampler_goes_back_and_its_successor_serves_once_it_has_the_weigh
     successor.late.remove("timings")
     supervisor.poll(0.1)
     assert successor.calls[1:] == [
-        ("connect_weights", "pieces of trainer", "pieces of sampler-0"),
+        ("connect_weights", "pieces of trainer", ["pieces of sampler-0"]),
         ("fetch_weights", "version 7"),
     ]
     runtime.of("trainer").answers["publish_weights"] = "version 8"
@@ -372,6 +376,99 @@ def test_the_end_stops_everyone(supervisor: Supervisor, runtime: FakeRuntime) ->
     supervisor.poll(0.1)
     supervisor.end()
     assert all(handle.stopped for handle in runtime.started)
+
+
+@pytest.fixture
+def ranks(runtime: FakeRuntime) -> None:
+    """The first sampler has three ranks. Asked for before `supervisor`, so that the run starts with them."""
+    runtime.has_ranks = True
+
+
+SAMPLER = ("sampler-0", "sampler-0-rank-1", "sampler-0-rank-2")
+
+
+@pytest.mark.usefixtures("ranks")
+class TestRanks:
+    """Of one sampler, in processes of their own."""
+
+    def test_they_meet_before_they_get_the_way_of_the_weights_and_all_are_told_of_versions(
+        self, runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder
+    ) -> None:
+        pieces = [f"pieces of {name}" for name in SAMPLER]
+        connected = ("connect_weights", "pieces of trainer", pieces)
+        leader, *others = (runtime.of(name) for name in SAMPLER)
+        assert leader.calls[0] == ("lead", ["door of sampler-0-rank-1", "door of sampler-0-rank-2"])
+        assert connected in runtime.of("trainer").calls
+        assert connected in runtime.of("sampler-1").calls, "samplers are alike"
+        assert leader.calls[1:] == [("pieces",), connected, ("announce_weights", "version 7")]
+        for rank, other in enumerate(others, 1):
+            assert other.kwargs["rank"] == rank
+            assert other.calls == [("door",), ("pieces",), connected, ("announce_weights", "version 7")]
+        assert recorder.events[0][1]["pids"].keys() >= set(SAMPLER)
+        assert supervisor.timings()["rollout"] == 6.0
+        supervisor.fetch()
+        assert leader.calls[-1] == ("fetch_weights", "version 7")
+        assert [other.calls[-1] for other in others] == [("announce_weights", "version 7")] * 2, "the first one leads"
+        supervisor.end()
+        assert all(handle.stopped for handle in runtime.started)
+
+    @pytest.mark.parametrize("dead", SAMPLER)
+    def test_with_one_of_them_all_are_started_again_and_others_go_on(
+        self, runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder, dead: str
+    ) -> None:
+        olds = [runtime.of(name) for name in SAMPLER]
+        runtime.late_when_new = {"door", "lead"}
+        death = runtime.kill(dead)
+        supervisor.poll(0.1)
+        assert all(old.stopped for old in olds)
+        assert retired(runtime) == ["sampler-0"]
+        news = [runtime.of(name) for name in ("sampler-0.1", "sampler-0.1-rank-1", "sampler-0.1-rank-2")]
+        assert recorder.events[-1][1] == {
+            "name": dead,
+            "pid": death.pid,
+            "cause": str(death),
+            "successor": "sampler-0.1",
+        }
+        assert [new.methods() for new in news] == [[], ["door"], ["door"]]
+        for new in news[1:]:
+            new.late.clear()
+        supervisor.poll(0.1)
+        assert news[0].methods() == ["lead"]
+        # What was heard of the others is no news any more.
+        runtime.news.extend(ProcessDied(f"process {old.name!r} died", old.name, old.pid) for old in olds)
+        for _ in olds:
+            supervisor.poll(0.1)
+        news[0].late.clear()
+        supervisor.poll(0.1)
+        assert recorder.events[-1][0] == "worker_replaced"
+        assert news[0].methods() == ["lead", "timings", "connect_weights", "fetch_weights", "announce_weights"]
+        assert [call[0] for call in news[1].calls if call[0] != "timings"] == [
+            "door",
+            "connect_weights",
+            "announce_weights",
+            "announce_weights",
+        ]
+        assert not runtime.of("sampler-1").stopped
+
+    def test_a_rank_that_dies_before_it_has_met_the_first_is_followed_by_others(
+        self, runtime: FakeRuntime, supervisor: Supervisor
+    ) -> None:
+        runtime.born_dead = {"sampler-0.1-rank-2"}
+        runtime.kill("sampler-0")
+        supervisor.poll(0.1)
+        runtime.news.append(ProcessDied("it died", "sampler-0.1-rank-2", 1))
+        supervisor.poll(0.1)
+        assert runtime.of("sampler-0.1").stopped
+        assert runtime.of("sampler-0.2").methods()[-1] == "announce_weights"
+
+    def test_one_that_dies_before_the_run_begins_is_started_once_more_with_the_others(
+        self, runtime: FakeRuntime, supervisor: Supervisor
+    ) -> None:
+        runtime.born_dead = {"sampler-0-rank-1"}
+        before = len(runtime.started)
+        supervisor.start()
+        names = [handle.name for handle in runtime.started[before:]]
+        assert names == ["dock", "trainer", *SAMPLER, "sampler-1", "reward-model", *SAMPLER]
 
 
 @pytest.fixture
