@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from flow_helpers import ray_nodes, read_jsonl
+from test_serve_in_run import Client
 from watched_run import WatchedRun, check_whole, weights_of
 
 import tranship
 from tranship.config.load import loads
+from tranship.trainer.evaluate import evaluate, prepare
 from tranship.trainer.preflight import preflight
 from tranship.types import UserError
 
@@ -53,8 +56,12 @@ def test_a_run_on_two_ranks_is_that_on_one_up_to_rounding_and_outlives_each_of_t
     recipe: Recipe, on_two_ranks: Recipe, tmp_path: Path
 ) -> None:
     one = tranship.run(loads(recipe(run__dir=str(tmp_path / "one"), run__export=True, train__steps=STEPS))).run_dir
-    with WatchedRun(on_two_ranks(tmp_path / "two"), tmp_path) as run:
+    client = Client(tmp_path / "two")
+    client.start()
+    with WatchedRun(on_two_ranks(tmp_path / "two", serve__enabled=True), tmp_path) as run:
         assert run.end() == 0
+        client.join(60)
+        assert client.answers, "whoever asks beside the run changes nothing"
         assert not run.events("worker_died")
         assert run.pids().keys() >= {"sampler-0", "sampler-0-rank-1"}
         assert "sampler-0 (reward, rollout, 2 ranks)" in run.output()
@@ -79,6 +86,21 @@ def test_a_run_on_two_ranks_is_that_on_one_up_to_rounding_and_outlives_each_of_t
         assert not run.events("going_back")
     assert check_whole(tmp_path / "stormy", STEPS) == check_whole(tmp_path / "two", STEPS)
     assert weights_of(tmp_path / "stormy") == weights_of(tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_an_evaluation_on_two_ranks_samples_what_one_would(
+    recipe: Recipe, on_two_ranks: Recipe, tiny_model: Path, tmp_path: Path
+) -> None:
+    found = {}
+    for name, values in (("one", recipe()), ("two", on_two_ranks(tmp_path / "run"))):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        evaluated = evaluate(prepare(str(tiny_model), path, samples=2, out=tmp_path / f"{name}.json"))
+        assert evaluated is not None
+        found[name] = [(row["output"], row["score"]) for row in read_jsonl(evaluated.prepared.samples_file)]
+    assert len(found["one"]) > 4
+    assert found["one"] == found["two"]
 
 
 def sampled(run_dir: Path) -> list[tuple[Any, ...]]:

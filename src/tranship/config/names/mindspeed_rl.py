@@ -62,6 +62,7 @@ _NAMES: tuple[tuple[str, str, str], ...] = (
     ("generate_config.trust_remote_code", "model.trust_remote_code", ""),
     ("generate_config.dtype", "rollout.dtype", note.SPELLING),
     ("generate_config.max_num_seqs", "rollout.max_running", ""),
+    ("generate_config.infer_tensor_parallel_size", "rollout.tensor_parallel", ""),
     ("generate_config.sampling_config.max_tokens", "rollout.max_response_tokens", ""),
     ("generate_config.sampling_config.temperature", "rollout.temperature", ""),
     ("generate_config.sampling_config.top_p", "rollout.top_p", ""),

@@ -65,6 +65,7 @@ _NAMES: tuple[tuple[str, str, str], ...] = (
     ("gradient_checkpointing", "train.activation_checkpointing", ""),
     ("colocate_all_models", "placement.layout", "true is fused here"),
     ("vllm_num_engines", "placement.num_samplers", ""),
+    ("vllm_tensor_parallel_size", "rollout.tensor_parallel", ""),
     ("async_queue_size", "dock.staleness", "a bound on batches in the queue there"),
     ("save_steps", "checkpoint.every_steps", note.NEVER),
     ("max_ckpt_num", "checkpoint.keep_last", ""),

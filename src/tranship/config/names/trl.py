@@ -32,6 +32,7 @@ _NAMES: tuple[tuple[str, str, str], ...] = (
     ("min_p", "rollout.min_p", ""),
     ("use_vllm", "rollout.engine", ""),
     ("vllm_mode", "placement.layout", "colocate is fused here, server is split"),
+    ("vllm_tensor_parallel_size", "rollout.tensor_parallel", ""),
     ("reward_funcs", "reward.function", "trl:file.py:function here; further ones are reward.terms"),
     ("reward_weights", "reward.terms", "reward.weight, and weight of each further term"),
     ("reward_model_path", "reward.model.path", ""),
