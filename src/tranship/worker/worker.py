@@ -102,6 +102,9 @@ class Worker:
         """One pass over the stages; returns whether any did something."""
         progress = False
         try:
+            if isinstance(self._sampler, LeadingEngine):
+                with as_death(self._context.name):
+                    self._sampler.check()
             for stage in self._stages:
                 if self._stop.is_set():
                     return False

@@ -67,6 +67,7 @@ class LeadingEngine:
         self._host = host
         self._others: list[Connection] = []
         self._error: RunError | None = None
+        self._filled = False
         self.capabilities = engine.capabilities
 
     def lead(self, doors: Sequence[Door]) -> None:
@@ -79,6 +80,15 @@ class LeadingEngine:
             raise self._fail(RankLost(f"a rank of the rollout engine cannot be reached: {error}")) from error
         self._tell("meet", self._host, port)
         self._do(lambda: self._ranks.meet(store, self._host))
+
+    def check(self) -> None:
+        """Raises what another rank has to say of its end, between two calls. It costs next to nothing."""
+        if self._error is not None:
+            raise self._error
+        for rank, other in enumerate(self._others, 1):
+            said = _hear(other, 0.0)
+            if said is not None:
+                raise self._fail(self._cause({rank: said}) or _gone(rank))
 
     def close(self) -> None:
         """Let the other ranks end."""
@@ -128,15 +138,18 @@ class LeadingEngine:
         return self._engine.storage(name)
 
     def begin_update(self) -> None:
-        self._engine.begin_update()
         self._tell("begin_update")
+        self._engine.begin_update()
+        self._filled = False
 
     def fill(self, what: Any) -> None:
         """Between begin_update and finish_update: the other ranks write the weights of `what`, as each was made to."""
         self._tell("fill", what)
+        self._filled = True
 
     def finish_update(self, policy_version: int) -> None:
         """See `RolloutEngine.finish_update`. Returns when every rank is ready."""
+        assert self._filled, "the other ranks were given no weights: fill comes before finish_update"
         self._tell("finish_update", policy_version)
         self._engine.finish_update(policy_version)
         for rank, other in enumerate(self._others, 1):

@@ -15,7 +15,7 @@ from tests.unit.rollout.conftest import ENGINE_SETTINGS, VOCAB
 from tranship.layouts import Layout, Piece, Share, full_box
 from tranship.reshard import WeightSink, WeightSource, check_landed, make_plan
 from tranship.rollout import RankLost, SamplesFailed
-from tranship.rollout.native.engine import NativeEngine
+from tranship.rollout.native import NativeEngine, load_folder
 from tranship.rollout.native.ranks import Ranks
 from tranship.types import RunError, SampleId, UserError
 
@@ -210,6 +210,29 @@ def test_a_rank_that_fails_says_why(lab, split, tmp_path):
     with pytest.raises(RunError, match=r"rank 1 of the rollout engine has failed: FileNotFoundError.*nowhere") as error:
         engine.finish_update(0)
     assert not isinstance(error.value, RankLost), "starting it again would not help"
+
+
+def test_between_two_calls_the_first_rank_can_ask_whether_the_others_are_there(lab, split):
+    stopped = stop_the_other(lab, split, signal.SIGKILL)
+    engine = next(stopped)
+    with pytest.raises(RankLost, match="rank 1 of the rollout engine is gone"):
+        wait_until_it_raises(engine.check)
+    with pytest.raises(RankLost):
+        engine.check()
+    next(stopped)
+
+
+def wait_until_it_raises(check):
+    for _ in range(100):
+        check()
+        time.sleep(0.1)
+
+
+def test_an_update_that_gives_the_others_no_weights_is_a_bug(lab, split):
+    engine = split(lab.folder())
+    engine.check()
+    with pytest.raises(AssertionError, match="fill"):
+        load_folder(engine, lab.folder(), 0)
 
 
 def test_a_rank_that_has_other_samples_than_the_first_stops_the_engine(lab, split):
