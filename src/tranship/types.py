@@ -51,6 +51,8 @@ class Sampling:
     stop_token_ids: any of them ends a response, and is its last token. stop_strings: a response ends with the token
     that completes one of them in its text; nothing is cut off, so that what was sampled is what is trained. An engine
     that was not given a tokenizer refuses them.
+
+    top_logprobs: how many of the likeliest tokens are reported at each place, with their log-probs.
     """
 
     max_response_tokens: int
@@ -60,6 +62,7 @@ class Sampling:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,13 +98,25 @@ class Prompt:
     tools: tuple[dict[str, Any], ...] = ()
 
 
+@dataclass(frozen=True)
+class TopLogprobs:
+    """The likeliest tokens at each place of a response, likeliest first: token_ids int32 [T, K]; logprobs float32
+    [T, K], of the same distribution as those of the sampled tokens."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+    def __getitem__(self, places: slice) -> TopLogprobs:
+        return TopLogprobs(self.token_ids[places], self.logprobs[places])
+
+
 @dataclass
 class Response:
     """What an engine made of one sample.
 
     token_ids int32 [T]; logprobs float32 [T], of the version that sampled each token; policy_versions int32 [T].
     An end-of-text token that was sampled is part of token_ids. finish_reason "length" means the cap was reached
-    without one; "abort" means partial output.
+    without one; "abort" means partial output. top: where `Sampling.top_logprobs` asked for it.
     """
 
     sample: SampleId
@@ -109,10 +124,12 @@ class Response:
     logprobs: np.ndarray
     policy_versions: np.ndarray
     finish_reason: FinishReason
+    top: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.logprobs), len(self.policy_versions))
         assert len(set(lengths)) == 1, f"ids, logprobs and versions of {self.sample} differ in length: {lengths}"
+        assert self.top is None or len(self.top.token_ids) == lengths[0], f"{self.sample} lacks likeliest tokens"
 
 
 @dataclass(frozen=True)

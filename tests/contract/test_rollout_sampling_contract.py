@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.contract.rollout_lab import VOCAB, group, next_logits, one, reference, run, update
+from tests.contract.rollout_lab import PROMPT, VOCAB, group, next_logits, one, reference, run, update
 from tranship.types import SampleId, UserError
 
 COUNT = 6000
@@ -98,6 +98,43 @@ def test_logprobs_are_of_the_distribution_at_the_temperature_before_any_cut(make
         first = response.token_ids[0]
         assert abs(response.logprobs[0] - np.log(raw[first])) <= 1e-4
         assert abs(response.logprobs[0] - np.log(processed[first])) > 0.1
+
+
+def test_the_likeliest_tokens_are_told_to_those_who_ask(make_rollout, rollout_folders):
+    engine = make_rollout(max_running=3)
+    asked, others = group(0, 2, cap=8, temperature=0.7, top_k=5, top_logprobs=4), group(1, 4, cap=5)
+    done = run(engine, asked, others)
+    for sample in others.samples:
+        assert done[sample].top is None
+    for sample in asked.samples:
+        response = done[sample]
+        length = len(response.token_ids)
+        assert response.top.token_ids.shape == response.top.logprobs.shape == (length, 4)
+        for place in range(length):
+            before = np.concatenate([PROMPT, response.token_ids[:place]])
+            logprobs = np.log(softmax(next_logits(rollout_folders[0], before) / 0.7))
+            order = np.argsort(-logprobs)[:4]
+            assert np.array_equal(response.top.token_ids[place], order)
+            assert np.abs(response.top.logprobs[place] - logprobs[order]).max() <= 1e-4
+
+
+def test_likeliest_tokens_go_on_with_an_interrupted_response(make_rollout):
+    engine = make_rollout(max_running=4, ignore_eos=True)
+    request = group(0, 2, cap=12, top_logprobs=3)
+    whole = run(engine, request)
+    engine.submit(request)
+    for _ in range(5):
+        assert not engine.step()
+    (peeked, _) = engine.peek(dict.fromkeys(request.samples, 2))
+    assert np.array_equal(peeked.top.token_ids, whole[peeked.sample].top.token_ids[2 : 2 + len(peeked.token_ids)])
+    partials = {response.sample: response for response in engine.abort()}
+    done = run(engine, group(0, 2, cap=12, top_logprobs=3, partials=partials))
+    for sample, response in whole.items():
+        assert np.array_equal(done[sample].top.token_ids, response.top.token_ids)
+    with pytest.raises(UserError, match="top_logprobs is 2: ask for as many as before"):
+        engine.submit(group(0, 2, cap=12, top_logprobs=2, partials=partials))
+    with pytest.raises(UserError, match="top_logprobs=321"):
+        engine.submit(group(0, 2, cap=12, top_logprobs=321))
 
 
 def test_greedy_takes_the_likeliest_and_reports_temperature_one(make_rollout, rollout_folders, logits):

@@ -123,7 +123,16 @@ def test_greedy_is_the_engines_greedy(client: openai.OpenAI, tiny_model: Path) -
 
 def test_logprobs_are_the_models(client: openai.OpenAI, tiny_model: Path) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, n=3, seed=1, temperature=0.7, max_tokens=12, logprobs=True, extra_body=IDS
+        model=MODEL,
+        messages=MESSAGES,
+        n=3,
+        seed=1,
+        temperature=0.7,
+        top_p=0.8,
+        max_tokens=12,
+        logprobs=True,
+        top_logprobs=4,
+        extra_body=IDS,
     )
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     tokenizer = load_tokenizer(tiny_model)
@@ -139,6 +148,13 @@ def test_logprobs_are_the_models(client: openai.OpenAI, tiny_model: Path) -> Non
         assert [token.logprob for token in content] == pytest.approx(expected, abs=1e-4)
         assert len(expected) == 12
         assert [token.token for token in content] == [tokenizer.decode([token]) for token in choice.token_ids]
+        likeliest = logprobs.topk(4, -1)
+        for place, token in enumerate(content):
+            assert [other.logprob for other in token.top_logprobs] == pytest.approx(
+                likeliest.values[place].tolist(), abs=1e-4
+            )
+            texts = [tokenizer.decode([other]) for other in likeliest.indices[place].tolist()]
+            assert [other.token for other in token.top_logprobs] == texts
 
 
 def test_completions_have_logprobs_and_offsets(client: openai.OpenAI) -> None:
@@ -154,8 +170,22 @@ def test_completions_have_logprobs_and_offsets(client: openai.OpenAI) -> None:
     assert all(choice.text[at:].startswith(token) for at, token in ascii_only[:1])
 
 
+def test_completions_tell_the_likeliest_tokens_and_the_sampled_one(client: openai.OpenAI) -> None:
+    (choice,) = client.completions.create(model=MODEL, prompt="x", seed=2, max_tokens=10, logprobs=3).choices
+    found = choice.logprobs
+    assert found is not None
+    places = list(zip(found.tokens or [], found.token_logprobs or [], found.top_logprobs or [], strict=True))
+    assert len(places) == 10
+    assert any(len(others) == 4 for _, _, others in places)
+    for token, logprob, others in places:
+        assert 1 <= len(others) <= 4
+        assert others[token] >= logprob
+        assert list(others.values()) == sorted(others.values(), reverse=True)
+
+
 def test_a_chat_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": MESSAGES, "n": 3, "seed": 7, "max_tokens": 40, "logprobs": True}
+    asked["top_logprobs"] = 2
     whole = client.chat.completions.create(**asked, extra_body=IDS)
     chunks = list(
         client.chat.completions.create(**asked, extra_body=IDS, stream=True, stream_options={"include_usage": True})
@@ -174,6 +204,7 @@ def test_a_chat_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
         assert choice.logprobs is not None
         streamed = [token for part in parts if part.logprobs for token in part.logprobs.content or []]
         assert [token.token for token in streamed] == [token.token for token in choice.logprobs.content or []]
+        assert all(len(token.top_logprobs) == 2 for token in streamed)
         assert [token.logprob for token in streamed] == pytest.approx(
             [token.logprob for token in choice.logprobs.content or []], abs=1e-5
         )
@@ -263,7 +294,7 @@ def test_models_health_and_the_token(server: Server, client: openai.OpenAI) -> N
             "messages",
             "unsupported_parameter",
         ),
-        ({"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs", "unsupported_parameter"),
+        ({"top_logprobs": 3}, 400, "top_logprobs", "invalid_value"),
         ({"presence_penalty": 1.5}, 400, "presence_penalty", "unsupported_parameter"),
         ({"extra_body": {"best": 1}}, 400, "best", "unknown_parameter"),
         ({"extra_body": {"stop_token_ids": ["x"]}}, 400, "stop_token_ids", "invalid_value"),

@@ -156,9 +156,22 @@ class CompletionStyle(Style):
         return {
             "tokens": [self.tokens.text(token) for token in piece.part.token_ids],
             "token_logprobs": piece.part.logprobs.tolist(),
-            "top_logprobs": None,
+            "top_logprobs": self._top(piece.part),
             "text_offset": piece.offsets,
         }
+
+    def _top(self, part: Part) -> list[dict[str, float]] | None:
+        """By text, likeliest first, and the sampled token is always among them. Of tokens with one text (parts of a
+        character) the likeliest stands."""
+        if part.top is None:
+            return None
+        places = []
+        for token, logprob, other in zip(part.token_ids, part.logprobs, _likeliest(part), strict=True):
+            texts: dict[str, float] = {}
+            for each, value in [*other, (int(token), float(logprob))]:
+                texts.setdefault(self.tokens.text(each), value)
+            places.append(texts)
+        return places
 
 
 class ChatStyle(Style):
@@ -209,16 +222,25 @@ class ChatStyle(Style):
         return choice | ({"token_ids": piece.part.token_ids.tolist()} if self.want_ids else {})
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        part = piece.part
         content = [
-            {
-                "token": self.tokens.text(token),
-                "logprob": float(logprob),
-                "bytes": self.tokens.utf8(token),
-                "top_logprobs": [],
-            }
-            for token, logprob in zip(piece.part.token_ids, piece.part.logprobs, strict=True)
+            self._token(int(token), float(logprob)) | {"top_logprobs": [self._token(*each) for each in other]}
+            for token, logprob, other in zip(part.token_ids, part.logprobs, _likeliest(part), strict=True)
         ]
         return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.tokens.text(token), "logprob": logprob, "bytes": self.tokens.utf8(token)}
+
+
+def _likeliest(part: Part) -> list[list[tuple[int, float]]]:
+    """At each place the likeliest tokens and their log-probs; none where they were not asked for."""
+    if part.top is None:
+        return [[] for _ in part.token_ids]
+    return [
+        list(zip(ids, values, strict=True))
+        for ids, values in zip(part.top.token_ids.tolist(), part.top.logprobs.tolist(), strict=True)
+    ]
 
 
 def _said(piece: Piece) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from tranship.rollout import GroupRequest, RolloutEngine, SamplesFailed
 from tranship.serve.errors import ApiError
-from tranship.types import FinishReason, Response, SampleId, Sampling, UserError, sample_seed
+from tranship.types import FinishReason, Response, SampleId, Sampling, TopLogprobs, UserError, sample_seed
 
 _ATTEMPT = -1
 """Of every sample that is asked for here: no sample of a run has it, so the two never meet in one engine."""
@@ -30,6 +30,7 @@ class Part:
     """Tokens that one sample of a request has made since its last part; finish_reason None: it goes on.
 
     index: of the sample in the request, prompts first. token_ids int32, logprobs float32, policy_versions int32, [T].
+    top: the likeliest tokens at these places, where the request asked for them.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Part:
     logprobs: np.ndarray
     policy_versions: np.ndarray
     finish_reason: FinishReason | None
+    top: TopLogprobs | None = None
 
 
 Event = Part | ApiError | None
@@ -270,4 +272,5 @@ def _part(ticket: Ticket, response: Response, start: int, reason: FinishReason |
         response.logprobs[start:],
         response.policy_versions[start:],
         reason,
+        None if response.top is None else response.top[start:],
     )

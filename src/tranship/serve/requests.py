@@ -7,7 +7,7 @@ that this server does not have. Nothing is taken from a model's own generation s
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,6 +18,8 @@ from tranship.types import Sampling
 
 MOST_SAMPLES = 1024
 """Of one request: its prompts times n."""
+MOST_TOP = 20
+"""Other tokens at one place of a response."""
 
 _Strings = str | list[str] | None
 
@@ -112,18 +114,29 @@ class Request(BaseModel):
             min_p=self.min_p or 0.0,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             stop_strings=self.stop_strings,
+            top_logprobs=self.num_top,
         )
+
+    @property
+    def num_top(self) -> int:
+        """How many of the likeliest tokens are told at each place."""
+        return 0
 
 
 class CompletionRequest(Request):
-    """A body of /v1/completions. logprobs: 0 gives the log-prob of each sampled token. add_special_tokens: text gets
+    """A body of /v1/completions. logprobs: so many of the likeliest tokens at each place, beside the sampled
+    one. add_special_tokens: text gets
     what the tokenizer puts before any text; token ids are taken as they are."""
 
     ONLY = Request.ONLY | {"echo": (False,), "suffix": ("",), "best_of": (1,)}
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: Literal[0] | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP)
     add_special_tokens: bool = True
+
+    @property
+    def num_top(self) -> int:
+        return self.logprobs or 0
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -140,7 +153,6 @@ class ChatRequest(Request):
     the template is told of no tool, and no call is read."""
 
     ONLY = Request.ONLY | {
-        "top_logprobs": (0,),
         "parallel_tool_calls": (True,),
         "functions": ([],),
         "function_call": ("none", "auto"),
@@ -158,6 +170,7 @@ class ChatRequest(Request):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -181,6 +194,18 @@ class ChatRequest(Request):
                 _about("max_completion_tokens", "give one of them"),
             )
         return self
+
+    @model_validator(mode="after")
+    def _logprobs_for_top(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(
+                "invalid", "{field} belongs to logprobs: {remedy}", _about("top_logprobs", "set logprobs")
+            )
+        return self
+
+    @property
+    def num_top(self) -> int:
+        return self.top_logprobs or 0
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -232,8 +257,5 @@ def _told(error: ValidationError) -> ApiError:
             return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
         case "invalid":
             return ApiError(400, first["msg"], param=param, code="invalid_value")
-    if param == "logprobs":
-        message = "logprobs of other tokens than the sampled one are not supported: give 0 (completions) or true (chat)"
-        return ApiError(400, message, param=param, code="unsupported_parameter")
     given = json.dumps(first["input"], default=str)[:80]
     return ApiError(400, f"{param} is {given}: {first['msg']}", param=param, code="invalid_value")

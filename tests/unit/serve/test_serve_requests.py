@@ -91,8 +91,9 @@ def test_fields_that_mean_nothing_are_taken_at_that_value_alone() -> None:
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "invalid_value"),
         ({"stop": ["a", ""]}, "stop", "invalid_value"),
         ({"stop": 3}, "stop", "invalid_value"),
-        ({"top_logprobs": 2}, "top_logprobs", "unsupported_parameter"),
-        ({"logprobs": 1}, "logprobs", "unsupported_parameter"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"logprobs": 1}, "logprobs", "invalid_value"),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, code: str) -> None:
@@ -102,11 +103,13 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, code: str) -
     assert refused.value.body()["error"]["type"] == "invalid_request_error"
 
 
-def test_further_logprobs_of_completions_are_refused() -> None:
-    assert completion(logprobs=0).logprobs == 0
-    with pytest.raises(ApiError, match="other tokens than the sampled one") as refused:
-        completion(logprobs=1)
-    assert (refused.value.param, refused.value.code) == ("logprobs", "unsupported_parameter")
+def test_how_many_of_the_likeliest_tokens_are_asked_for() -> None:
+    assert [completion(logprobs=count).sampling(4).top_logprobs for count in (None, 0, 3)] == [0, 0, 3]
+    assert chat(logprobs=True).sampling(4).top_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).sampling(4).top_logprobs == 5
+    with pytest.raises(ApiError) as refused:
+        completion(logprobs=21)
+    assert (refused.value.param, refused.value.code) == ("logprobs", "invalid_value")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b'{"messages": []}', SURROGATE])

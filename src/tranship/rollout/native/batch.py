@@ -16,7 +16,7 @@ from tranship.rollout.native.kernels import QUERIES, Kernels
 from tranship.rollout.native.model import Chunk, Model
 from tranship.rollout.native.ranks import Ranks
 from tranship.rollout.native.requests import Group, PromptState, Sample
-from tranship.rollout.native.sampling import draw
+from tranship.rollout.native.sampling import draw, likeliest
 from tranship.rollout.native.shape import ModelShape
 from tranship.rollout.native.slots import Slots
 from tranship.rollout.native.stop_strings import Decode, text_ended
@@ -158,7 +158,7 @@ class Batch:
         slots = self.slots
         prompts = [slots.groups[slot].prompt for slot in rows]
         logits = torch.stack([prompt.logits for prompt in prompts if prompt is not None])
-        return self._append(rows, *self._draw(logits, rows), policy_version)
+        return self._draw(rows, logits, policy_version)
 
     def _prefill_partials(self, rows: np.ndarray) -> None:
         """Fill the cache of interrupted samples, up to the token before their last."""
@@ -195,9 +195,9 @@ class Batch:
             return grown
         if len(grown) < len(rows):
             logits = logits[self._tensor(grown)]
-        return self._append(grown, *self._draw(logits, grown), policy_version)
+        return self._draw(grown, logits, policy_version)
 
-    def _draw(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _drawn(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The next tokens of these slots and their log-probs. Of several ranks the first draws for all."""
         if self._ranks is None:
             return draw(logits, self.slots.sampling(rows), self._kernels)
@@ -221,11 +221,16 @@ class Batch:
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, policy_version: int) -> np.ndarray:
+    def _draw(self, rows: np.ndarray, logits_NV: torch.Tensor, policy_version: int) -> np.ndarray:
         """Add one token to each of these slots; returns them without those that are broken (not finite)."""
+        tokens, logprobs = self._drawn(logits_NV, rows)
         good = np.isfinite(logprobs)
         self._broken += [self.slots.names[slot] for slot in rows[~good]]
         self.slots.append(rows[good], tokens[good], logprobs[good], policy_version)
+        for place in np.flatnonzero(good & (self.slots.num_top[rows] > 0)):
+            slot = rows[place]
+            temperature, count = float(self.slots.temperature[slot]), int(self.slots.num_top[slot])
+            self.slots.tops[slot].append(likeliest(logits_NV[place], temperature, count))
         self._look_for_strings(rows[good])
         return rows[good]
 

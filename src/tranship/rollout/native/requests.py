@@ -10,7 +10,7 @@ import torch
 
 from tranship.rollout.engine import GroupRequest
 from tranship.rollout.native.cache import PromptRow
-from tranship.types import FinishReason, Response, SampleId, Sampling, UserError
+from tranship.types import FinishReason, Response, SampleId, Sampling, TopLogprobs, UserError
 
 
 @dataclass
@@ -23,17 +23,19 @@ class PromptState:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample that waits for a slot. tokens, logprobs, versions: of an earlier, interrupted try (may be empty)."""
+    """One sample that waits for a slot. tokens, logprobs, versions, top: of an earlier, interrupted try (may be
+    empty)."""
 
     sample: SampleId
     seed: int
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
+    top: TopLogprobs | None = None
 
     def response(self, reason: FinishReason) -> Response:
         """The sample as it stands."""
-        return Response(self.sample, self.tokens, self.logprobs, self.versions, reason)
+        return Response(self.sample, self.tokens, self.logprobs, self.versions, reason, self.top)
 
 
 @dataclass(eq=False)
@@ -57,7 +59,7 @@ def make_group(
     """
     prompt_ids = np.ascontiguousarray(request.prompt_ids, dtype=np.int32)
     _check_prompt(prompt_ids, request, vocab, max_tokens)
-    _check_sampling(request)
+    _check_sampling(request, vocab)
     if len(request.seeds) != len(request.samples) or len(set(request.samples)) != len(request.samples):
         raise UserError(
             f"a request of {len(request.samples)} samples ({len(set(request.samples))} different) came with "
@@ -66,7 +68,7 @@ def make_group(
     group = Group(prompt_ids, request.sampling, end_ids, stop_strings)
     ended = []
     for name, seed in zip(request.samples, request.seeds, strict=True):
-        sample = _make_sample(name, seed, (request.partials or {}).get(name), vocab)
+        sample = _make_sample(name, seed, (request.partials or {}).get(name), vocab, request.sampling.top_logprobs)
         reason = _ended(sample.tokens, request.sampling.max_response_tokens, end_ids)
         if reason is None:
             group.waiting.append(sample)
@@ -93,7 +95,7 @@ def _check_ids(ids: np.ndarray, vocab: int, what: str) -> None:
         raise UserError(f"{what} has token id {worst}, but the model knows 0 to {vocab - 1}: check the tokenizer")
 
 
-def _check_sampling(request: GroupRequest) -> None:
+def _check_sampling(request: GroupRequest, vocab: int) -> None:
     sampling = request.sampling
     for name, value, good in (
         ("max_response_tokens", sampling.max_response_tokens, sampling.max_response_tokens >= 1),
@@ -101,26 +103,34 @@ def _check_sampling(request: GroupRequest) -> None:
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1),
         ("top_k", sampling.top_k, sampling.top_k >= 0),
         ("min_p", sampling.min_p, 0 <= sampling.min_p < 1),
+        ("top_logprobs", sampling.top_logprobs, 0 <= sampling.top_logprobs <= vocab),
     ):
         if not good:
             raise UserError(
                 f"sampling.{name}={value} is out of range: max_response_tokens >= 1, temperature >= 0, "
-                "0 < top_p <= 1, top_k >= 0, 0 <= min_p < 1"
+                f"0 < top_p <= 1, top_k >= 0, 0 <= min_p < 1, 0 <= top_logprobs <= {vocab}"
             )
     if not all(sampling.stop_strings):
         raise UserError("sampling.stop_strings has an empty string, which would end every response: leave it out")
 
 
-def _make_sample(name: SampleId, seed: int, partial: Response | None, vocab: int) -> Sample:
+def _make_sample(name: SampleId, seed: int, partial: Response | None, vocab: int, num_top: int) -> Sample:
     if partial is None:
         return Sample(name, seed, np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
     _check_ids(partial.token_ids, vocab, f"the partial response of {name}")
+    found = 0 if partial.top is None else partial.top.token_ids.shape[1]
+    if found != num_top:
+        raise UserError(
+            f"the partial response of {name} has {found} likeliest tokens at each place, and sampling.top_logprobs is "
+            f"{num_top}: ask for as many as before"
+        )
     return Sample(
         name,
         seed,
         np.array(partial.token_ids, np.int32),
         np.array(partial.logprobs, np.float32),
         np.array(partial.policy_versions, np.int32),
+        partial.top,
     )
 
 

@@ -5,12 +5,14 @@ Letters: N rows, V vocabulary, K kept candidates, C blocks of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tranship.rollout.native.kernels import Kernels
+from tranship.types import TopLogprobs
 
 BLOCK = 256
 ROW_BUDGET = 1 << 20
@@ -74,6 +76,21 @@ def draw(logits_NV: torch.Tensor, how: RowSampling, kernels: Kernels | None = No
         rows = slice(start, start + step)
         tokens[rows], logprobs[rows] = _draw_rows(logits_NV[rows], how.rows(rows))
     return tokens, logprobs
+
+
+def likeliest(logits_V: torch.Tensor, temperature: float, count: int) -> TopLogprobs:
+    """Of one row, [1, count]: the tokens that are likeliest under softmax(logits / temperature), as `draw` has it."""
+    logprobs_V = torch.log_softmax(logits_V.float() / (temperature or 1.0), -1)
+    logprobs_K, token_K = logprobs_V.topk(count)
+    return TopLogprobs(token_K.cpu().numpy().astype(np.int32)[None], logprobs_K.cpu().numpy()[None])
+
+
+def join_likeliest(parts: Sequence[TopLogprobs], count: int) -> TopLogprobs | None:
+    """The places of all parts, one after the other; None where count is 0."""
+    if not count:
+        return None
+    ids = [np.empty((0, count), np.int32), *(part.token_ids for part in parts)]
+    return TopLogprobs(np.concatenate(ids), np.concatenate([ids[0].astype(np.float32), *(p.logprobs for p in parts)]))
 
 
 def _is_cut(how: RowSampling) -> np.ndarray:

@@ -8,8 +8,8 @@ import numpy as np
 
 from tranship.rollout.native.cache import PromptRow
 from tranship.rollout.native.requests import Group, Sample
-from tranship.rollout.native.sampling import RowSampling
-from tranship.types import FinishReason, Response, SampleId
+from tranship.rollout.native.sampling import RowSampling, join_likeliest
+from tranship.types import FinishReason, Response, SampleId, TopLogprobs
 
 
 class Slots:
@@ -17,7 +17,8 @@ class Slots:
 
     prompts: where its prompt's keys and values lie, None where they are to be computed. length: tokens of the
     response so far. cached: how many of them have keys and values; the token that decoding reads next is
-    tokens[slot, cached]. has_strings: whether its text may end it, text_ended: whether it has.
+    tokens[slot, cached]. has_strings: whether its text may end it, text_ended: whether it has. num_top: how many
+    of the likeliest tokens are told; tops: they, place by place.
     """
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
@@ -26,6 +27,7 @@ class Slots:
         self.groups: list[Group] = []
         self.names: list[SampleId] = []
         self.prompts: list[PromptRow | None] = []
+        self.tops: list[list[TopLogprobs]] = []
         self.prompt_length = np.zeros(num_slots, np.int64)
         self.cap = np.zeros(num_slots, np.int64)
         self.length = np.zeros(num_slots, np.int64)
@@ -35,6 +37,7 @@ class Slots:
         self.top_k = np.zeros(num_slots, np.int64)
         self.top_p = np.zeros(num_slots)
         self.min_p = np.zeros(num_slots)
+        self.num_top = np.zeros(num_slots, np.int64)
         self.has_strings = np.zeros(num_slots, bool)
         self.text_ended = np.zeros(num_slots, bool)
         self.end_ids = np.full((num_slots, 1), -1, np.int64)
@@ -50,6 +53,7 @@ class Slots:
         self.groups.append(group)
         self.prompts.append(None)
         self.names.append(sample.sample)
+        self.tops.append([] if sample.top is None else [sample.top])
         self.prompt_length[slot] = len(group.prompt_ids)
         self.cap[slot] = sampling.max_response_tokens
         self.length[slot] = length
@@ -58,6 +62,7 @@ class Slots:
         self.temperature[slot] = sampling.temperature
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = sampling.top_k, sampling.top_p, sampling.min_p
         self.has_strings[slot], self.text_ended[slot] = bool(group.stop_strings), False
+        self.num_top[slot] = sampling.top_logprobs
         self._set_ends(slot, group.end_ids)
         self.tokens[slot, :length] = sample.tokens
         self.logprobs[slot, :length] = sample.logprobs
@@ -133,23 +138,31 @@ class Slots:
     def response(self, slot: int, reason: FinishReason, start: int = 0) -> Response:
         """A copy of what a slot has from token `start` on."""
         row = (slot, slice(start, self.length[slot]))
+        top = join_likeliest(self.tops[slot], int(self.num_top[slot]))
         return Response(
-            self.names[slot], self.tokens[row].copy(), self.logprobs[row].copy(), self.versions[row].copy(), reason
+            self.names[slot],
+            self.tokens[row].copy(),
+            self.logprobs[row].copy(),
+            self.versions[row].copy(),
+            reason,
+            None if top is None else top[start:],
         )
 
     def remove(self, slot: int) -> int:
         """Free a slot by moving the last one into it; returns the slot that moved (the same one: nothing moved)."""
         last = self.count - 1
         self.groups[slot], self.names[slot] = self.groups[last], self.names[last]
-        self.prompts[slot] = self.prompts[last]
-        del self.groups[last], self.names[last], self.prompts[last]
+        self.prompts[slot], self.tops[slot] = self.prompts[last], self.tops[last]
+        del self.groups[last], self.names[last], self.prompts[last], self.tops[last]
         if last != slot:
             used = slice(0, self.length[last])
             for array in (self.tokens, self.logprobs, self.versions):
                 array[slot, used] = array[last, used]
             for array in (self.prompt_length, self.cap, self.length, self.cached, self.seed, self.temperature):
                 array[slot] = array[last]
-            for array in (self.top_k, self.top_p, self.min_p, self.end_ids, self.has_strings, self.text_ended):
+            for array in (self.top_k, self.top_p, self.min_p, self.num_top):
+                array[slot] = array[last]
+            for array in (self.end_ids, self.has_strings, self.text_ended):
                 array[slot] = array[last]
         self.count = last
         return last

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tranship.rollout.native.sampling import RowSampling, draw
-from tranship.types import FinishReason, Response, RunError, SampleId, Sampling
+from tranship.rollout.native.sampling import RowSampling, draw, join_likeliest, likeliest
+from tranship.types import FinishReason, Response, RunError, SampleId, Sampling, TopLogprobs
 
 ROW_KEY = "tranship_row"
 """Where a request's extra arguments name its row."""
@@ -26,8 +26,8 @@ ROW_KEY = "tranship_row"
 class Row:
     """One sample and what it has, or (forced, int32 [T]) tokens whose log-probs are asked for.
 
-    tokens, logprobs, versions: all of the response so far. drawn: token and log-prob of the last draw, which counts
-    when vLLM has taken it.
+    tokens, logprobs, versions, tops: all of the response so far. drawn and drawn_top: token, log-prob and likeliest
+    tokens of the last draw, which counts when vLLM has taken it.
     """
 
     sample: SampleId
@@ -40,7 +40,9 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
     drawn: tuple[int, float] | None = None
+    drawn_top: TopLogprobs | None = None
 
     @property
     def broken(self) -> bool:
@@ -58,16 +60,20 @@ class Row:
         self.tokens.append(token)
         self.logprobs.append(self.drawn[1])
         self.versions.append(version)
-        self.drawn = None
+        if self.drawn_top is not None:
+            self.tops.append(self.drawn_top)
+        self.drawn = self.drawn_top = None
 
     def response(self, reason: FinishReason, start: int = 0) -> Response:
         """The sample as it stands, from token `start` on."""
+        top = join_likeliest(self.tops, self.sampling.top_logprobs)
         return Response(
             self.sample,
             np.array(self.tokens[start:], np.int32),
             np.array(self.logprobs[start:], np.float32),
             np.array(self.versions[start:], np.int32),
             reason,
+            None if top is None else top[start:],
         )
 
 
@@ -126,6 +132,8 @@ class Batch:
                 scaled_V = logits_NV[place].float() / (row.sampling.temperature or 1.0)
                 logprobs[place] = float(torch.log_softmax(scaled_V, -1)[int(tokens[place])])
             row.drawn = (int(tokens[place]), float(logprobs[place]))
+            if row.sampling.top_logprobs:
+                row.drawn_top = likeliest(logits_NV[place], row.sampling.temperature, row.sampling.top_logprobs)
             if row.broken:
                 logits_NV[place] = 0
         index_N1 = torch.from_numpy(tokens).to(logits_NV.device)[:, None]

@@ -281,6 +281,7 @@ def _row(
         tokens=sample.tokens.tolist(),
         logprobs=sample.logprobs.tolist(),
         versions=sample.versions.tolist(),
+        tops=[] if sample.top is None else [sample.top],
     )
 
 
