@@ -440,6 +440,12 @@ class ServeConfig(Section):
     host: str = Field(default="127.0.0.1", description="The default is reached from this machine alone.")
     port: int = Field(default=0, ge=0, le=65535, description="0: any free one.")
     name: str = Field(default="policy", min_length=1, description="What requests call the model.")
+    agents: bool = Field(default=False, description="Samples are made by agents that claim them at the endpoint.")
+    agent_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Until a sample is claimed, and from then until its reward; else it is invalid.",
+    )
 
     @model_validator(mode="after")
     def _in_use(self) -> ServeConfig:
@@ -586,10 +592,11 @@ class Config(Section):
             raise ValueError(
                 "reward.model.placement=own needs processes of its own: use placement.runtime=ray, or placement=shared"
             )
-        if not self.reward.has_source and self.env.name is None:
+        if not self.reward.has_source and self.env.name is None and not self.serve.agents:
             raise ValueError("reward.function is none, and there is no reward.model and no env: nothing gives a reward")
         if self.env.name is not None and self.algorithm.flow in ("dpo", "sft"):
             raise ValueError(f"env.name {self.env.name!r} has no meaning for {self.algorithm.name}: leave env out")
+        self._check_agents()
         self._check_switched_off()
         optimizer = self.train.optimizer
         if optimizer.min_learning_rate > optimizer.learning_rate:
@@ -612,6 +619,17 @@ class Config(Section):
                 f"rollout.tensor_parallel {size} needs processes that only sample: use placement.runtime=ray and "
                 "placement.layout=split, or tensor_parallel=1"
             )
+
+    def _check_agents(self) -> None:
+        if not self.serve.agents:
+            return
+        for key, wrong, remedy in (
+            (f"env.name {self.env.name!r}", self.env.name is not None, "two worlds cannot make one sample: drop one"),
+            (f"algorithm.name {self.algorithm.name}", self.algorithm.flow in ("dpo", "sft"), "its responses are given"),
+            ("run.deterministic", self.run.deterministic, "agents do not repeat: use deterministic=false"),
+        ):
+            if wrong:
+                raise ValueError(f"serve.agents cannot go with {key}: {remedy}")
 
     def _check_learnable(self) -> None:
         """Refuse what leaves the weights as they are, whatever the data."""
@@ -643,6 +661,12 @@ class Config(Section):
         cap = self.rollout.max_response_tokens
         recorded = self.algorithm.flow in ("dpo", "sft")
         for key, wrong, remedy in (
+            (
+                "serve.agent_timeout_s",
+                not self.serve.agents
+                and self.serve.agent_timeout_s != ServeConfig.model_fields["agent_timeout_s"].default,
+                "set serve.agents=true, or leave it out",
+            ),
             ("env", self.env.name is None and self.env != EnvConfig(), "set env.name, or leave env out"),
             (
                 "reward.model",

@@ -10,9 +10,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
@@ -21,28 +23,45 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tranship.serve.agents import AgentSamples, ClaimRequest, Recording, RewardReport, begin, claim, end
 from tranship.serve.answers import ChatStyle, Choices, CompletionStyle, Piece
-from tranship.serve.desk import Desk, Ticket
+from tranship.serve.desk import Desk, Ticket, stopping
 from tranship.serve.errors import ApiError
 from tranship.serve.load import Served
 from tranship.serve.prompts import Prompts
 from tranship.serve.requests import ChatRequest, CompletionRequest, Request, parse
 from tranship.serve.text import TokenTexts, decoder
+from tranship.types import Sampling
 
 MOST_BODY_BYTES = 32 << 20
 _CLOSED = 499
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 R = TypeVar("R", bound=Request)
+M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 
-class Endpoint:
-    """Answers requests for one served model by one desk. token: what clients must show."""
+@dataclass(frozen=True)
+class Job:
+    """What a request asks the engine for. with_tools: calls are read out of the text. seed: None: the request's.
+    recording: of the sample that the answer is a turn of."""
 
-    def __init__(self, served: Served, desk: Desk, token: str) -> None:
+    prompts: Sequence[np.ndarray]
+    sampling: Sampling
+    with_tools: bool = False
+    seed: int | None = None
+    recording: Recording | None = None
+
+
+class Endpoint:
+    """Answers requests for one served model by one desk. token: what clients must show. samples: those of a run, that
+    agents may make; None: there are none."""
+
+    def __init__(self, served: Served, desk: Desk, token: str, samples: AgentSamples | None = None) -> None:
         self._served = served
         self._desk = desk
+        self._samples = samples
         self._token = token.encode()
         self._started = int(time.time())
         self._prompts = Prompts(served.prompt_tokenizer, served.max_tokens)
@@ -58,6 +77,8 @@ class Endpoint:
             Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
             Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/v1/tranship/samples", self._guarded(self._claim), methods=["POST"]),
+            Route("/v1/tranship/reward", self._guarded(self._reward), methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _bug})
 
@@ -108,16 +129,19 @@ class Endpoint:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def _read(self, request: HttpRequest, kind: type[R]) -> R:
+        asked = await self._body(request, kind)
+        self._check_model(asked.model)
+        return asked
+
+    async def _body(self, request: HttpRequest, kind: type[M]) -> M:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > MOST_BODY_BYTES:
                 raise ApiError(413, f"the body has more than {MOST_BODY_BYTES >> 20} MiB: send less at a time")
-        asked = parse(kind, bytes(body))
-        self._check_model(asked.model)
-        return asked
+        return parse(kind, bytes(body))
 
-    async def _encoded(self, work: Callable[[R], T], asked: R) -> T:
+    async def _encoded(self, work: Callable[[M], T], asked: M) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._encoding, work, asked)
 
     async def _completions(self, request: HttpRequest) -> Response:
@@ -125,57 +149,97 @@ class Endpoint:
         prompts, cap = await self._encoded(self._prompts.of_completion, asked)
         wanted = asked.logprobs is not None
         style = CompletionStyle(self._served.name, self._tokens, wanted, asked.return_token_ids, want_offsets=wanted)
-        return await self._answer(request, asked, prompts, cap, style)
+        return await self._answer(request, asked, Job(prompts, asked.sampling(cap)), style)
 
     async def _chat(self, request: HttpRequest) -> Response:
         asked = await self._read(request, ChatRequest)
+        if asked.sample is not None:
+            return await self._turn(request, asked, asked.sample)
         prompt, cap = await self._encoded(self._prompts.of_chat, asked)
-        style = ChatStyle(self._served.name, self._tokens, bool(asked.logprobs), asked.return_token_ids)
-        return await self._answer(request, asked, [prompt], cap, style, with_tools=bool(asked.offered_tools))
+        job = Job([prompt], asked.sampling(cap), with_tools=bool(asked.offered_tools))
+        return await self._answer(request, asked, job, self._chat_style(asked))
+
+    def _chat_style(self, asked: ChatRequest) -> ChatStyle:
+        return ChatStyle(self._served.name, self._tokens, bool(asked.logprobs), asked.return_token_ids)
+
+    def _agent_samples(self) -> AgentSamples:
+        if self._samples is None:
+            message = "no samples are made by agents here: that needs a run with serve.agents=true"
+            raise ApiError(404, message, param="sample", code="sample_not_found")
+        return self._samples
+
+    async def _claim(self, request: HttpRequest) -> Response:
+        samples, asked = self._agent_samples(), await self._body(request, ClaimRequest)
+        return JSONResponse(await _while_connected(request, claim(samples, asked.wait_s, self._refusal)))
+
+    async def _reward(self, request: HttpRequest) -> Response:
+        samples, report = self._agent_samples(), await self._body(request, RewardReport)
+        return JSONResponse(await self._encoded(lambda told: end(samples, told), report))
+
+    def _refusal(self) -> ApiError | None:
+        return None if self._desk.alive else stopping()
+
+    async def _turn(self, request: HttpRequest, asked: ChatRequest, key: str) -> Response:
+        """The answer to a request that makes a turn of a run's sample."""
+        samples = self._agent_samples()
+        recording = await self._encoded(lambda its: begin(samples, key, its), asked)
+        turn = recording.turn
+        sampling = replace(turn.sampling, top_logprobs=asked.num_top)
+        job = Job([turn.prompt_ids], sampling, bool(asked.offered_tools), turn.seed, recording)
+        return await self._answer(request, asked, job, self._chat_style(asked))
 
     async def _answer(
-        self,
-        request: HttpRequest,
-        asked: Request,
-        prompts: Sequence[np.ndarray],
-        cap: int,
-        style: CompletionStyle | ChatStyle,
-        with_tools: bool = False,
+        self, request: HttpRequest, asked: Request, job: Job, style: CompletionStyle | ChatStyle
     ) -> Response:
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        seed = asked.seed if job.seed is None else job.seed
+        seed = secrets.randbits(63) if seed is None else seed
         decode = decoder(self._served.tokenizer, skip_special_tokens=asked.skip_special_tokens)
-        choices = Choices(prompts, asked.num_samples, decode, asked.stop_strings, with_tools)
-        ticket = self._desk.submit(prompts, asked.num_samples, seed, asked.sampling(cap), streamed=bool(asked.stream))
+        choices = Choices(job.prompts, asked.num_samples, decode, job.sampling.stop_strings, job.with_tools)
+        ticket = self._desk.submit(job.prompts, asked.num_samples, seed, job.sampling, streamed=bool(asked.stream))
         handed_over = False
         try:
             if not asked.stream:
-                pieces = await _while_connected(request, self._collect(ticket, choices, style))
+                pieces = await _while_connected(request, self._collect(ticket, choices, style, job.recording))
                 return JSONResponse(style.whole(pieces, choices))
             await _while_connected(request, ticket.next())
-            stream = self._stream(ticket, choices, style, asked.include_usage)
+            stream = self._stream(ticket, choices, style, job.recording, asked.include_usage)
             handed_over = True
             return StreamingResponse(
                 stream,
                 media_type="text/event-stream",
                 headers={"cache-control": "no-store"},
                 # For a client that went away before the stream began.
-                background=BackgroundTask(self._desk.cancel, ticket),
+                background=BackgroundTask(self._cancel, ticket, job.recording),
             )
         finally:
             if not handed_over:
-                self._desk.cancel(ticket)
+                self._cancel(ticket, job.recording)
 
-    async def _collect(self, ticket: Ticket, choices: Choices, style: CompletionStyle | ChatStyle) -> list[Piece]:
+    def _cancel(self, ticket: Ticket, recording: Recording | None) -> None:
+        self._desk.cancel(ticket)
+        if recording is not None:
+            recording.close()
+
+    async def _collect(
+        self, ticket: Ticket, choices: Choices, style: CompletionStyle | ChatStyle, recording: Recording | None
+    ) -> list[Piece]:
         """The pieces of all choices, in their order."""
         found: dict[int, Piece] = {}
         while choices.num_done < choices.num:
             part = await ticket.next()
             if part is not None:
                 found[part.index] = choices.accept(part, style.want_offsets)
+                if recording is not None:
+                    recording.add(found[part.index])
         return [found[index] for index in range(choices.num)]
 
     async def _stream(
-        self, ticket: Ticket, choices: Choices, style: CompletionStyle | ChatStyle, include_usage: bool
+        self,
+        ticket: Ticket,
+        choices: Choices,
+        style: CompletionStyle | ChatStyle,
+        recording: Recording | None,
+        include_usage: bool,
     ) -> AsyncIterator[str]:
         """Server-sent events. Leaving it early, as when the client goes away, stops the samples."""
         extra = {"usage": None} if include_usage else {}
@@ -188,6 +252,8 @@ class Endpoint:
                 if part is None:
                     continue
                 piece = choices.accept(part, style.want_offsets)
+                if recording is not None:
+                    recording.add(piece)
                 if piece.text or style.want_logprobs or style.want_ids or part.finish_reason is not None:
                     yield _event(style.chunk(piece, choices, part.index not in begun) | extra)
                     begun.add(part.index)
@@ -197,7 +263,7 @@ class Endpoint:
         except ApiError as error:
             yield _event(error.body())
         finally:
-            self._desk.cancel(ticket)
+            self._cancel(ticket, recording)
 
 
 async def _while_connected(request: HttpRequest, work: Awaitable[T]) -> T:

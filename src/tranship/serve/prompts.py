@@ -48,7 +48,7 @@ class Prompts:
         try:
             if asked.chat_template_kwargs:
                 encoder = PromptEncoder(self._tokenizer, template_args=asked.chat_template_kwargs)
-            messages = to_messages([_with_text(message) for message in asked.messages], "messages", "the request")
+            messages = to_messages([with_text(message) for message in asked.messages], "messages", "the request")
             ids = encoder.encode(messages, asked.offered_tools)
         except UserError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
@@ -71,7 +71,7 @@ class Prompts:
         return np.array(prompt, np.int32)
 
 
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+def with_text(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its content as one string, where it came as a list of parts of text."""
     content = message.get("content")
     if not isinstance(content, list):

@@ -150,7 +150,7 @@ class CompletionRequest(Request):
 
 class ChatRequest(Request):
     """A body of /v1/chat/completions. chat_template_kwargs: further variables of the chat template. tool_choice "none":
-    the template is told of no tool, and no call is read."""
+    the template is told of no tool, and no call is read. sample: the answer is a turn of this sample of a run."""
 
     ONLY = Request.ONLY | {
         "parallel_tool_calls": (True,),
@@ -174,6 +174,7 @@ class ChatRequest(Request):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    sample: str | None = None
 
     @model_validator(mode="after")
     def _possible_tools(self) -> Self:
@@ -218,7 +219,7 @@ class ChatRequest(Request):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=BaseModel)
 
 
 def parse(kind: type[R], body: bytes) -> R:

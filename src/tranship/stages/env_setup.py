@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tranship.config import DataConfig, EnvConfig
+from tranship.config import DataConfig, EnvConfig, ServeConfig
 from tranship.data.turns import TurnEncoder, check_template, reads_tools
 from tranship.envs import EnvPool, describe_env, tools_text
+from tranship.stages.agents import Agents
 from tranship.stages.episodes import Episodes, Limits
 from tranship.types import Prompt, UserError
 
@@ -46,11 +47,48 @@ def check_env(
     return EnvPrompts(data, tools)
 
 
-def check_messages(prompts: Sequence[Prompt]) -> None:
-    """Raise UserError unless all prompts are messages: turns follow them by the chat template."""
+def agent_roles(
+    tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], template_args: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The roles of messages that may follow a turn of the model. Raises UserError where there is none."""
+    roles, faults = [], []
+    for role in ("user", "tool"):
+        try:
+            check_template(tokenizer, end_ids, roles=(role,), template_args=template_args)
+            roles.append(role)
+        except UserError as error:
+            faults.append(str(error))
+    if not roles:
+        raise UserError(f"serve.agents: {faults[0]}")
+    return tuple(roles)
+
+
+def make_agents(
+    serve: ServeConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    end_ids: Sequence[int],
+    template_args: Mapping[str, Any],
+    run_seed: int,
+    wakeup: Callable[[], None],
+) -> Agents:
+    """The samples of a rollout stage that agents make. tokenizer: for the endpoint's threads alone."""
+    return Agents(
+        TurnEncoder(tokenizer, end_ids, template_args),
+        roles=agent_roles(tokenizer, end_ids, template_args),
+        limit_s=serve.agent_timeout_s,
+        run_seed=run_seed,
+        wakeup=wakeup,
+    )
+
+
+def check_messages(prompts: Sequence[Prompt], what: str = "env") -> None:
+    """Raise UserError unless all prompts are messages: turns follow them by the chat template. what: needs it."""
     plain = [prompt.index for prompt in prompts if not prompt.messages]
     if plain:
-        raise UserError(f"env: {len(plain)} prompts are plain strings (first: row {plain[0]}): give them as messages")
+        raise UserError(
+            f"{what}: {len(plain)} prompts are plain strings (first: row {plain[0]}): give them as messages"
+        )
 
 
 def make_episodes(

@@ -12,6 +12,7 @@ import numpy as np
 from tranship.data.turns import TurnEncoder
 from tranship.envs import Answer, EnvPool
 from tranship.rollout import GroupRequest
+from tranship.stages.growing import GrowingSample
 from tranship.types import FinishReason, Response, SampleId, Sampling, UserError, sample_seed
 
 _COUNTS = ("tool_calls", "tool_errors")
@@ -51,16 +52,12 @@ def turn_seed(run_seed: int, sample: SampleId, turn: int) -> int:
 
 @dataclass
 class _Episode:
-    sample: SampleId
-    prompt: np.ndarray
+    grown: GrowingSample
     sampling: Sampling
     history: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     session: int
     waiting: bool = True
-    parts: list[Response] = field(default_factory=list)
-    masks: list[np.ndarray] = field(default_factory=list)
-    num_tokens: int = 0
     turns: int = 0
     last_turn: int = 0
     last_reason: FinishReason = "stop"
@@ -71,18 +68,16 @@ class _Episode:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0))
     env: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def sample(self) -> SampleId:
+        return self.grown.sample
+
     def add_turn(self, response: Response, ended: bool) -> None:
         """Append what the model wrote. ended: its last token ends the turn for the chat template."""
         self.turns += 1
-        self.last_turn, self.last_reason, self.last_ended = self.num_tokens, response.finish_reason, ended
+        self.last_turn, self.last_reason, self.last_ended = self.grown.num_tokens, response.finish_reason, ended
         self.waiting = True
-        self._append(response, True)
-
-    def add(self, ids: np.ndarray, policy_version: int) -> None:
-        """Append what the model did not write."""
-        count = len(ids)
-        versions = np.full(count, policy_version, np.int32)
-        self._append(Response(self.sample, ids, np.zeros(count, np.float32), versions, "abort"), False)
+        self.grown.add_turn(response)
 
     def note(self, answer: Answer) -> None:
         """Add up an answer's reward, seconds and info."""
@@ -96,13 +91,6 @@ class _Episode:
 
     def outcome(self, finish_reason: FinishReason, invalid: str | None = None) -> Outcome:
         """The sample as it stands."""
-        response = Response(
-            self.sample,
-            np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in self.parts)]).astype(np.int32),
-            np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in self.parts)]).astype(np.float32),
-            np.concatenate([np.empty(0, np.int32), *(part.policy_versions for part in self.parts)]).astype(np.int32),
-            finish_reason,
-        )
         info = {
             "turns": self.turns,
             "env_reward": self.reward,
@@ -113,16 +101,7 @@ class _Episode:
             "env": self.env,
             **({} if invalid is None else {"invalid": invalid}),
         }
-        return Outcome(response, np.concatenate([np.empty(0, bool), *self.masks]).astype(bool), info)
-
-    def _append(self, part: Response, written_by_model: bool) -> None:
-        self.parts.append(part)
-        self.masks.append(np.full(len(part.token_ids), written_by_model))
-        self.num_tokens += len(part.token_ids)
-
-    def tokens(self) -> np.ndarray:
-        """Prompt and all that follows, int32."""
-        return np.concatenate([self.prompt, *(part.token_ids for part in self.parts)]).astype(np.int32)
+        return Outcome(self.grown.response(finish_reason), self.grown.mask(), info)
 
 
 class Episodes:
@@ -157,7 +136,9 @@ class Episodes:
         for sample in samples:
             assert sample not in self._running, sample
             session = self._pool.open(info, turn_seed(self._run_seed, sample, -1))
-            episode = _Episode(sample, prompt, sampling, list(info["messages"]), list(info["tools"]), session)
+            episode = _Episode(
+                GrowingSample(sample, prompt), sampling, list(info["messages"]), list(info["tools"]), session
+            )
             self._running[sample] = self._by_session[session] = episode
         self._opening[samples[0].group_id] = set(samples)
 
@@ -211,20 +192,20 @@ class Episodes:
             return []
         del self._opening[sample.group_id]
         begun = [episode for episode in self._running.values() if episode.sample.group_id == sample.group_id]
-        bare = [episode for episode in begun if not episode.num_tokens]
-        others = [self._request([episode]) for episode in begun if episode.num_tokens]
+        bare = [episode for episode in begun if not episode.grown.num_tokens]
+        others = [self._request([episode]) for episode in begun if episode.grown.num_tokens]
         return ([self._request(bare)] if bare else []) + others
 
     def _request(self, episodes: Sequence[_Episode]) -> GroupRequest:
         """The next turn of samples that have the same tokens so far."""
         first = episodes[0]
-        left = first.sampling.max_response_tokens - first.num_tokens
+        left = first.sampling.max_response_tokens - first.grown.num_tokens
         cap = min(left, self._limits.max_turn_tokens or left)
         for episode in episodes:
             episode.waiting = False
         samples = tuple(episode.sample for episode in episodes)
         seeds = tuple(turn_seed(self._run_seed, episode.sample, episode.turns) for episode in episodes)
-        return GroupRequest(first.tokens(), samples, seeds, replace(first.sampling, max_response_tokens=cap))
+        return GroupRequest(first.grown.tokens(), samples, seeds, replace(first.sampling, max_response_tokens=cap))
 
     def _take(self, episode: _Episode, answer: Answer, policy_version: int) -> Outcome | None:
         """Note an answer; returns the outcome where no turn follows."""
@@ -252,10 +233,10 @@ class Episodes:
         episode.truncated += was_cut
         *before, _ = episode.history
         ids = self._turns.suffix(before, messages, ended=episode.last_ended, tools=episode.tools)
-        if episode.num_tokens + len(ids) >= episode.sampling.max_response_tokens:
+        if episode.grown.num_tokens + len(ids) >= episode.sampling.max_response_tokens:
             return episode.outcome("length", None if episode.turns else "no room for a turn after the first messages")
         episode.history += messages
-        episode.add(ids, policy_version)
+        episode.grown.add_others(ids, policy_version)
         return None
 
     def _forget(self, episode: _Episode) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from tranship.dock import Batch, DockClient, StaleLease
 from tranship.dock.messages import Kind
 from tranship.rollout import GroupRequest, RolloutEngine
-from tranship.stages.episodes import Episodes, Outcome, single_turn
+from tranship.stages.episodes import Outcome, single_turn
 from tranship.stages.stage import Renewal, Stopwatch
-from tranship.types import SampleId, Sampling, sample_seed
+from tranship.types import Response, SampleId, Sampling, sample_seed
 
 
 @dataclass
@@ -23,6 +24,35 @@ class _Running:
     outcomes: dict[SampleId, Outcome] = field(default_factory=dict)
 
 
+class World(Protocol):
+    """What makes a group's samples where a response is more than one turn of the engine."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that have begun, have not ended, and wait for another than the engine."""
+        ...
+
+    def start(self, samples: Sequence[SampleId], prompt: np.ndarray, info: dict[str, Any], sampling: Sampling) -> None:
+        """Begin the samples of one group."""
+        ...
+
+    def turn_ended(self, response: Response) -> None:
+        """The engine has finished a turn."""
+        ...
+
+    def advance(self, policy_version: int) -> tuple[list[GroupRequest], list[Outcome]]:
+        """The turns that the engine is to sample next, and the samples that have ended."""
+        ...
+
+    def stop(self, samples: Sequence[SampleId]) -> None:
+        """Give up those of the samples that run."""
+        ...
+
+    def close(self) -> None:
+        """Give up everything."""
+        ...
+
+
 class RolloutStage:
     """Reads prompt and prompt_info; writes response, response_mask, logprobs, policy_versions, finish_reason and
     rollout_info.
@@ -31,7 +61,7 @@ class RolloutStage:
     is put back whole, when its last sample has ended. Weights arrive between two steps, through `update`: it is called
     at the start of each step and says whether new ones came.
 
-    kinds: of the groups that it takes. episodes: the world that answers the model; None: a response is one turn.
+    kinds: of the groups that it takes. world: what makes samples of several turns; None: a response is one turn.
     rollout_info is what `Outcome.info` says, {} without a world.
     """
 
@@ -47,7 +77,7 @@ class RolloutStage:
         lease_s: float,
         watch: Stopwatch,
         kinds: tuple[Kind, ...] = ("val", "train"),
-        episodes: Episodes | None = None,
+        world: World | None = None,
         update: Callable[[], bool] = lambda: False,
     ) -> None:
         self._dock = dock
@@ -56,7 +86,7 @@ class RolloutStage:
         self._run_seed = run_seed
         self._watch = watch
         self._kinds = kinds
-        self._episodes = episodes
+        self._world = world
         self._update = update
         self._renewal = Renewal(lease_s)
         self._running: dict[int, _Running] = {}
@@ -67,15 +97,15 @@ class RolloutStage:
         if updated or self._renewal.due():
             self._forget_lost_groups()
         progress = self._start_groups() or updated
-        if self._episodes is not None:
-            progress = self._advance(self._episodes) or progress
+        if self._world is not None:
+            progress = self._advance(self._world) or progress
         if not self._engine.num_unfinished:
             return progress
         with self._watch.time("rollout"):
             finished = self._engine.step()
         for response in finished:
-            if self._episodes is not None:
-                self._episodes.turn_ended(response)
+            if self._world is not None:
+                self._world.turn_ended(response)
             else:
                 self._collect(single_turn(response))
         return True
@@ -84,13 +114,13 @@ class RolloutStage:
         """Stop all running samples; their groups are somebody else's again when the lease ends."""
         self._engine.abort()
         self._running.clear()
-        if self._episodes is not None:
-            self._episodes.close()
+        if self._world is not None:
+            self._world.close()
 
     @property
     def _num_free(self) -> int:
         """Samples that may be started. One whose environment is at work keeps its place in the engine."""
-        return self._engine.num_free - (self._episodes.num_waiting if self._episodes is not None else 0)
+        return self._engine.num_free - (self._world.num_waiting if self._world is not None else 0)
 
     def _start_groups(self) -> bool:
         if self._engine.policy_version < 0 or self._num_free <= 0:
@@ -118,15 +148,15 @@ class RolloutStage:
             # Its earlier lease has ended unnoticed, while this process was held.
             self._forget(group.group_id)
         self._running[group.group_id] = _Running(batch.lease, samples, len(prompt))
-        if self._episodes is not None:
-            self._episodes.start(samples, prompt, info, sampling)
+        if self._world is not None:
+            self._world.start(samples, prompt, info, sampling)
         else:
             seeds = tuple(sample_seed(self._run_seed, sample) for sample in samples)
             self._engine.submit(GroupRequest(prompt, samples, seeds, sampling))
 
-    def _advance(self, episodes: Episodes) -> bool:
-        """Go on with the samples whose environments have answered."""
-        requests, outcomes = episodes.advance(self._engine.policy_version)
+    def _advance(self, world: World) -> bool:
+        """Go on with the samples whose world has answered."""
+        requests, outcomes = world.advance(self._engine.policy_version)
         for request in requests:
             self._engine.submit(request)
         for outcome in outcomes:
@@ -184,5 +214,5 @@ class RolloutStage:
     def _forget(self, group_id: int) -> None:
         running = self._running.pop(group_id)
         self._engine.abort([sample for sample in running.samples if sample not in running.outcomes])
-        if self._episodes is not None:
-            self._episodes.stop(running.samples)
+        if self._world is not None:
+            self._world.stop(running.samples)

@@ -102,6 +102,8 @@ def prepare(
     settings += [] if samples is None else [f"validation.samples_per_prompt={samples}"]
     settings += [] if temperature is None else [f"rollout.temperature={float(temperature)}"]
     config = load(recipe, settings)
+    if config.serve.agents:
+        raise UserError(f"{recipe} has serve.agents=true: its samples are made by agents, which only a run waits for")
     if config.data.val is None:
         raise UserError(f"{recipe} has no held-out prompts: set data.val.source (data.val.source=prompts.jsonl)")
     file = _out_file(out, model.run_dir)

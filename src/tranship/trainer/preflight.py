@@ -30,7 +30,7 @@ from tranship.rollout.vllm.core import check_installed
 from tranship.runtime import check_runtime
 from tranship.runtime.device import check_processes, num_cores, resolve_device
 from tranship.stages import StageSpec, check_table, stage_table
-from tranship.stages.env_setup import EnvPrompts, check_env, check_messages
+from tranship.stages.env_setup import EnvPrompts, agent_roles, check_env, check_messages
 from tranship.train.reward_model import check_one_label, check_same_tokens
 from tranship.trainer.best import check_best_metric
 from tranship.trainer.dock_room import check_room, check_shared_memory
@@ -99,6 +99,9 @@ class Report:
         ]
         if config.serve.enabled:
             lines.append(f"endpoint  {config.serve.name!r}, at the address in {config.run.dir}/serve")
+        if config.serve.agents:
+            limit_s = config.serve.agent_timeout_s
+            lines.append(f"agents    make the samples; each has {limit_s:g} s to be claimed, and {limit_s:g} s then")
         if _is_biased(config):
             lines.append(
                 f"note      loss {config.algorithm.loss} has no ratio: with a staleness bound above 0 its gradient is "
@@ -157,6 +160,9 @@ def preflight(config: Config, *, training: bool = True) -> Report:
     make_stream(train, config.data, config.run.seed)
     if config.env.name is not None:
         check_messages([*train.prompts, *(val.prompts if val else [])])
+    if config.serve.agents:
+        agent_roles(tokenizer, model.eos_token_ids, config.data.template_args)
+        check_messages([*train.prompts, *(val.prompts if val else [])], "serve.agents")
     check_best_metric(config, {prompt.data_source for prompt in val.prompts} if val else ())
     report = Report(
         config=config,

@@ -34,7 +34,11 @@ _FREE = (
     "dock",
     "checkpoint",
     "validation",
-    "serve",
+    "serve.enabled",
+    "serve.host",
+    "serve.port",
+    "serve.name",
+    "serve.agent_timeout_s",
     "observe",
 )
 

@@ -11,6 +11,7 @@ from tranship.models.tokenizer import load_tokenizer
 from tranship.rollout import RolloutEngine
 from tranship.serve import Address, Desk, Endpoint, HttpServer, Served, SharedEngine, listen, read_token, url_of
 from tranship.serve.desk import stopping
+from tranship.stages.env_setup import make_agents
 from tranship.types import RunError
 from tranship.worker.spec import WorkerSpec
 
@@ -19,6 +20,7 @@ _JOIN_S = 30.0
 
 class InRunEndpoint:
     """An HTTP server in a thread, and `engine`: what the rollout stage steps in place of the one it was made from.
+    agents: the world of the rollout stage's samples, where agents make them.
 
     RUN/serve/NAME.json, which its owner alone can read, says where it is: url, token, model. It goes when this closes.
     """
@@ -31,11 +33,22 @@ class InRunEndpoint:
         trusted = spec.config.model.trust_remote_code
         tokenizers = [load_tokenizer(folder, trusted) for _ in range(2)]
         served = Served(config.name, *tokenizers, max_tokens=spec.max_tokens)
+        self.agents = None
+        if config.agents:
+            self.agents = make_agents(
+                config,
+                served.prompt_tokenizer,
+                end_ids=spec.eos_token_ids,
+                template_args=spec.config.data.template_args,
+                run_seed=spec.config.run.seed,
+                wakeup=wakeup.set,
+            )
         token = read_token(None)
         self._socket = listen(Address(config.host, config.port, token))
         self._file = Path(spec.config.run.dir) / "serve" / f"{name}.json"
         facts = {"url": url_of(self._socket), "token": token, "model": config.name}
-        self._server = HttpServer(Endpoint(served, self._desk, token), self._desk, lambda: _write(self._file, facts))
+        endpoint = Endpoint(served, self._desk, token, self.agents)
+        self._server = HttpServer(endpoint, self._desk, lambda: _write(self._file, facts))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
 
     def start(self) -> None:

@@ -27,11 +27,10 @@ from tranship.runtime import Context, ServiceProxy
 from tranship.stages import Stage, Stopwatch
 from tranship.stages.advantage import AdvantageStage
 from tranship.stages.env_setup import make_episodes
-from tranship.stages.episodes import Episodes
 from tranship.stages.forward import Compute, ForwardStage
 from tranship.stages.recorded import RecordedStage
 from tranship.stages.reward import RewardStage
-from tranship.stages.rollout import RolloutStage
+from tranship.stages.rollout import RolloutStage, World
 from tranship.stages.train import Critic, TrainStage
 from tranship.train import CriticEngine, TrainEngine
 from tranship.types import RunError
@@ -272,12 +271,14 @@ class Worker:
             lease_s=config.dock.lease_s,
             watch=self._watch,
             update=self._update_weights,
-            episodes=self._episodes(),
+            world=self._world(),
         )
 
-    def _episodes(self) -> Episodes | None:
-        """The sessions with the environment, if the recipe names one."""
+    def _world(self) -> World | None:
+        """What makes samples of several turns: agents at the endpoint, or the recipe's environment."""
         config = self._spec.config
+        if self._endpoint is not None and self._endpoint.agents is not None:
+            return self._endpoint.agents
         if config.env.name is None:
             return None
         log_file = Path(config.run.dir) / "env.log"

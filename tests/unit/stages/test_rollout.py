@@ -93,7 +93,7 @@ class Bench:
             lease_s=60.0,
             watch=Stopwatch(),
             kinds=("val", "train"),
-            episodes=episodes,
+            world=episodes,
         )
 
     def __enter__(self) -> Self:
@@ -369,7 +369,7 @@ def test_a_lost_group_ends_its_sessions(bench: Callable[..., Bench]) -> None:
     made.stage._forget_lost_groups()
     (batch,) = made.run()
     assert batch.groups[0].group_id == 0
-    episodes = made.stage._episodes
+    episodes = made.stage._world
     assert episodes is not None
     assert (episodes._running, episodes._by_session, episodes._opening) == ({}, {}, {})
     assert not made.stage.step()
@@ -380,7 +380,7 @@ def test_a_lost_group_ends_its_sessions(bench: Callable[..., Bench]) -> None:
 
 def test_the_oldest_version_is_that_of_the_models_own_tokens(bench: Callable[..., Bench]) -> None:
     made = bench("Quiz")
-    episodes = made.stage._episodes
+    episodes = made.stage._world
     assert episodes is not None
     assert made.pool is not None
     sample = SampleId(0, 0)
