@@ -16,13 +16,15 @@ from tranship.types import Response, RunError, SampleId, Sampling
 @dataclass(frozen=True)
 class GroupRequest:
     """Sample `samples` of one prompt. seeds: one for each sample. partials: what an earlier, interrupted try of a
-    sample made; generation goes on after it, its tokens keep their log-probs and versions."""
+    sample made; generation goes on after it, its tokens keep their log-probs and versions. goes_on: a request whose
+    prompt begins with this prompt and a response is to follow, so that it pays to keep what was computed of them."""
 
     prompt_ids: np.ndarray
     samples: tuple[SampleId, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
     partials: Mapping[SampleId, Response] | None = None
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)

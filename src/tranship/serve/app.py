@@ -195,7 +195,14 @@ class Endpoint:
         seed = secrets.randbits(63) if seed is None else seed
         decode = decoder(self._served.tokenizer, skip_special_tokens=asked.skip_special_tokens)
         choices = Choices(job.prompts, asked.num_samples, decode, job.sampling.stop_strings, job.with_tools)
-        ticket = self._desk.submit(job.prompts, asked.num_samples, seed, job.sampling, streamed=bool(asked.stream))
+        ticket = self._desk.submit(
+            job.prompts,
+            asked.num_samples,
+            seed,
+            job.sampling,
+            streamed=bool(asked.stream),
+            goes_on=isinstance(asked, ChatRequest),
+        )
         handed_over = False
         try:
             if not asked.stream:

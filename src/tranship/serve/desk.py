@@ -103,11 +103,19 @@ class Desk:
         return not self._inbox.empty()
 
     def submit(
-        self, prompts: Sequence[np.ndarray], samples_each: int, seed: int, sampling: Sampling, *, streamed: bool
+        self,
+        prompts: Sequence[np.ndarray],
+        samples_each: int,
+        seed: int,
+        sampling: Sampling,
+        *,
+        streamed: bool,
+        goes_on: bool = False,
     ) -> Ticket:
         """Ask for so many samples of each prompt, from an event loop's thread.
 
-        prompts: int32 [P] each. A sample's seed follows from `seed`, its prompt's place and its own.
+        prompts: int32 [P] each. A sample's seed follows from `seed`, its prompt's place and its own. goes_on: as in
+        `GroupRequest`.
         """
         requests, index = [], {}
         for place, prompt in enumerate(prompts):
@@ -115,7 +123,7 @@ class Desk:
             samples = tuple(SampleId(group_id, number, _ATTEMPT) for number in range(samples_each))
             seeds = tuple(sample_seed(seed, SampleId(place, number)) for number in range(samples_each))
             index |= {sample: len(index) + number for number, sample in enumerate(samples)}
-            requests.append(GroupRequest(prompt, samples, seeds, sampling))
+            requests.append(GroupRequest(prompt, samples, seeds, sampling, goes_on=goes_on))
         ticket = Ticket(requests, streamed, asyncio.get_running_loop(), index=index)
         self._hand_in("submit", ticket)
         if self._closed and self._refusal is not None:

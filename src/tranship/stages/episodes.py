@@ -205,7 +205,9 @@ class Episodes:
             episode.waiting = False
         samples = tuple(episode.sample for episode in episodes)
         seeds = tuple(turn_seed(self._run_seed, episode.sample, episode.turns) for episode in episodes)
-        return GroupRequest(first.grown.tokens(), samples, seeds, replace(first.sampling, max_response_tokens=cap))
+        sampling = replace(first.sampling, max_response_tokens=cap)
+        goes_on = first.turns + 1 < self._limits.max_turns
+        return GroupRequest(first.grown.tokens(), samples, seeds, sampling, goes_on=goes_on)
 
     def _take(self, episode: _Episode, answer: Answer, policy_version: int) -> Outcome | None:
         """Note an answer; returns the outcome where no turn follows."""

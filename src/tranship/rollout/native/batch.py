@@ -12,6 +12,7 @@ import torch
 
 from tranship.rollout.native.cache import KvTable, PromptRow, Prompts
 from tranship.rollout.native.decode_attention import FIXED_COLUMNS, DecodeRows, Sharing
+from tranship.rollout.native.finished import FinishedCache
 from tranship.rollout.native.kernels import QUERIES, Kernels
 from tranship.rollout.native.model import Chunk, Model
 from tranship.rollout.native.ranks import Ranks
@@ -42,6 +43,7 @@ class Batch:
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool,
+        recompute: bool,
         kernels: Kernels | None,
         decode: Decode | None = None,
         ranks: Ranks | None = None,
@@ -54,9 +56,11 @@ class Batch:
         self._model = model
         self._device = device
         self._deterministic = deterministic
+        self._recompute = recompute
         self._decode = decode
         self._ranks = ranks
         self._prompts = Prompts(KvTable(shape, dtype, device, fixed_step=step, compiled=compiled))
+        self._finished = FinishedCache(num_slots)
         self._responses = KvTable(shape, dtype, device, fixed_step=step, compiled=compiled)
         self._sharing: Sharing | None = None
         self._broken: list[SampleId] = []
@@ -69,6 +73,7 @@ class Batch:
 
     def free(self) -> None:
         """Drop the cache (no sample may be running)."""
+        self._finished.clear()
         self._prompts.free()
         self._responses.free()
 
@@ -85,8 +90,12 @@ class Batch:
                 self._release(slot)
         return stopped
 
-    def forget_cache(self) -> None:
-        """Let every running sample compute its keys and values again."""
+    def update(self) -> None:
+        """The weights are others: forget what was computed of finished samples and, unless it is to be left, of running
+        ones, which compute it again."""
+        self._finished.clear()
+        if not self._recompute:
+            return
         for slot in range(self.slots.count):
             self._hold_prompt(slot, None)
 
@@ -116,14 +125,16 @@ class Batch:
         """Fill in the prompt state of these groups where it is missing."""
         missing = list({id(group): group for group in groups if group.prompt is None}.values())
         limit = 1 if self._deterministic else PREFILL_TOKENS
-        for batch in _batches([len(group.prompt_ids) for group in missing], limit):
-            chosen = [missing[index] for index in batch]
-            hidden, kept = self._model.prefill([Chunk(group.prompt_ids) for group in chosen])
-            stops = np.cumsum([len(group.prompt_ids) for group in chosen])
+        chunks = [self._finished.take(group.prompt_ids) for group in missing]
+        for batch in _batches([len(chunk.token_ids) for chunk in chunks], limit):
+            chosen = [(missing[index], chunks[index]) for index in batch]
+            hidden, kept = self._model.prefill([chunk for _, chunk in chosen])
+            stops = np.cumsum([len(chunk.token_ids) for _, chunk in chosen])
             logits = self._model.logits(hidden[self._tensor(stops - 1)])
-            for row, (group, stop) in enumerate(zip(chosen, stops, strict=True)):
-                tokens = slice(int(stop) - len(group.prompt_ids), int(stop))
-                stored = self._prompts.add([_by_head(layer[tokens], self._num_kv_heads) for layer in kept])
+            for row, ((group, chunk), stop) in enumerate(zip(chosen, stops, strict=True)):
+                tokens = slice(int(stop) - len(chunk.token_ids), int(stop))
+                new = [_by_head(layer[tokens], self._num_kv_heads) for layer in kept]
+                stored = self._prompts.add(new if chunk.past is None else _joined(chunk.past, new))
                 group.prompt = PromptState(stored, logits[row])
 
     def _hold_prompt(self, slot: int, row: PromptRow | None) -> None:
@@ -252,15 +263,37 @@ class Batch:
         """The responses of those of these slots that have ended; their slots become free."""
         finished = []
         for slot in reversed(self.slots.ended(rows)):
+            self._keep(int(slot))
             finished.append(self.slots.response(slot, self.slots.reason(slot)))
             self._release(int(slot))
         return finished
+
+    def _keep(self, slot: int) -> None:
+        """Keep the keys and values of a sample that another request goes on after, if they are all of one version's
+        weights. In deterministic mode none are: a prompt that is prefilled in parts differs in its last bits."""
+        slots, prompt = self.slots, self.slots.prompts[slot]
+        cached = int(slots.cached[slot])
+        if self._deterministic or prompt is None or not slots.groups[slot].goes_on or self._mixed(slot):
+            return
+        response = [self._responses.row(layer, slot, cached) for layer in range(self._responses.num_layers)]
+        token_ids = np.concatenate([slots.groups[slot].prompt_ids, slots.tokens[slot, :cached]])
+        self._finished.add(token_ids, _joined(self._prompts.read(prompt), response))
+
+    def _mixed(self, slot: int) -> bool:
+        """Whether a cache that updates leave as it is holds keys and values of several versions."""
+        versions = self.slots.versions[slot, : self.slots.length[slot]]
+        return not self._recompute and versions.min() != versions.max()
 
     def _release(self, slot: int) -> None:
         self._hold_prompt(slot, None)
         moved = self.slots.remove(slot)
         if moved != slot:
             self._responses.copy_row(moved, slot)
+
+
+def _joined(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For each layer [sides, G, L, D]: the tokens of both."""
+    return [torch.cat(pair, 2) for pair in zip(first, second, strict=True)]
 
 
 def _by_head(kv_LSD: torch.Tensor, num_heads: int) -> torch.Tensor:

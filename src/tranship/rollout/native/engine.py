@@ -78,7 +78,6 @@ class NativeEngine:
         whole = read_shape(Path(model_dir), max_tokens)
         self._shape = split_shape(whole, share)
         self._max_tokens = max_tokens
-        self._recompute = on_update == "recompute"
         self._eos_token_ids = eos_token_ids
         self._ignore_eos = ignore_eos
         self._decode = decode
@@ -103,6 +102,7 @@ class NativeEngine:
             dtype=DTYPES[dtype],
             device=self._device,
             deterministic=deterministic,
+            recompute=on_update == "recompute",
             kernels=kernels,
             decode=decode,
             ranks=ranks,
@@ -196,8 +196,7 @@ class NativeEngine:
         self._model.prepare(self._weights)
         for group in self._queue:
             self._batch.forget_prompt(group)
-        if self._recompute:
-            self._batch.forget_cache()
+        self._batch.update()
         self._policy_version = policy_version
         self._updating = False
 

@@ -40,12 +40,14 @@ class Sample:
 
 @dataclass(eq=False)
 class Group:
-    """One request: the samples of one prompt that wait. prompt: its prefill, while samples need it to start."""
+    """One request: the samples of one prompt that wait. goes_on: what is computed of them is kept for another request.
+    prompt: its prefill, while samples need it to start."""
 
     prompt_ids: np.ndarray
     sampling: Sampling
     end_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
+    goes_on: bool = False
     waiting: deque[Sample] = field(default_factory=deque)
     prompt: PromptState | None = None
 
@@ -65,7 +67,7 @@ def make_group(
             f"a request of {len(request.samples)} samples ({len(set(request.samples))} different) came with "
             f"{len(request.seeds)} seeds: give each sample once, with one seed"
         )
-    group = Group(prompt_ids, request.sampling, end_ids, stop_strings)
+    group = Group(prompt_ids, request.sampling, end_ids, stop_strings, request.goes_on)
     ended = []
     for name, seed in zip(request.samples, request.seeds, strict=True):
         sample = _make_sample(name, seed, (request.partials or {}).get(name), vocab, request.sampling.top_logprobs)
