@@ -92,8 +92,9 @@ class SamplerRank:
         """This process's resident memory now; its time is that of the first rank."""
         return {"rss_bytes": float(rss_bytes())}
 
-    def _fill(self, version: int) -> bool:
-        """Fetch a version, if it has been announced here already."""
+    def _fill(self, name: str) -> bool:
+        """Fetch the version of this number, if it has been announced here already."""
+        version = int(name)
         if version not in self._ready:
             return False
         assert self._sink is not None, "the way of the weights has not been planned"

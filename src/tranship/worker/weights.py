@@ -101,8 +101,8 @@ class PublishedWeights:
 
 
 class FetchedWeights:
-    """A sampler's end of a split placement. tell: called with the version before it is fetched; a sampler of several
-    ranks has the others fetch theirs."""
+    """A sampler's end of a split placement. tell: called with the number of the version before it is fetched; a
+    sampler of several ranks has the others fetch theirs."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class FetchedWeights:
         probe: Probe,
         get: Callable[[Any, float], np.ndarray],
         watch: Stopwatch,
-        tell: Callable[[int], None] | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self._sampler = sampler
         self._probe = probe
@@ -134,7 +134,7 @@ class FetchedWeights:
         with self._watch.time("reshard"):
             self._sampler.begin_update()
             if self._tell is not None:
-                self._tell(ready.announcement.version)
+                self._tell(str(ready.announcement.version))
             version = self._sink.pull([ready.announcement], lambda ref: self._get(ref, FETCH_S))
             self._sampler.finish_update(version)
             self._probe.check(version, ready.probe_logprobs, self._sampler)

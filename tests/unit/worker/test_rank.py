@@ -93,7 +93,7 @@ class Pair:
     def take(self, version: int) -> None:
         """The first rank takes a version over; its own weights do not matter here."""
         self.leader.begin_update()
-        self.leader.fill(version)
+        self.leader.fill(str(version))
         self.leader.finish_update(version)
 
     def end(self) -> None:

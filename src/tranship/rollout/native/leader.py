@@ -3,8 +3,7 @@
 The first rank leads: it is the `RolloutEngine` that a stage uses, and it tells the others what it is told, before it
 does the same. So all of them have the same samples in the same slots, and take part in the same collectives. What is
 told goes over a connection of its own, whose two ends prove that they know one secret: a rank that is gone is noticed
-there, whatever it was doing. What the ranks send each other is pickled: they are parts of one engine, and trust each
-other as threads do.
+there, whatever it was doing.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from secrets import token_bytes
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from tranship.layouts import Piece
 from tranship.rollout.engine import GroupRequest, RankLost, SamplesFailed
+from tranship.rollout.native import told
 from tranship.rollout.native.engine import NativeEngine
 from tranship.rollout.native.ranks import Ranks
 from tranship.types import Response, RunError, SampleId
@@ -48,8 +48,21 @@ class _Words:
     """What a rank says to its leader: it has finished an update, failed, or missed another rank. gone: it says nothing
     any more."""
 
-    kind: Literal["done", "failed", "lost", "gone"]
+    kind: str
     text: str = ""
+
+
+_WORDS = dict.fromkeys(("done", "failed", "lost"), (told.text,))
+_METHODS = {
+    "meet": (told.text, told.whole),
+    "submit": (told.request,),
+    "step": (told.whole, told.whole, told.whole),
+    "abort": (told.samples,),
+    "fill": (told.text,),
+    "finish_update": (told.whole,),
+    "probe": (told.token_ids, told.real),
+    **dict.fromkeys(("begin_update", "sleep", "wake_up", "end"), ()),
+}
 
 
 class LeadingEngine:
@@ -119,7 +132,7 @@ class LeadingEngine:
         """See `RolloutEngine.step`."""
         # Without weights the first rank raises, and the others have nothing to do.
         if self._engine.num_unfinished and self.policy_version >= 0:
-            self._tell("step", state_of(self._engine))
+            self._tell("step", *state_of(self._engine))
         return self._do(self._engine.step)
 
     def peek(self, starts: Mapping[SampleId, int]) -> list[Response]:
@@ -142,9 +155,10 @@ class LeadingEngine:
         self._engine.begin_update()
         self._filled = False
 
-    def fill(self, what: Any) -> None:
-        """Between begin_update and finish_update: the other ranks write the weights of `what`, as each was made to."""
-        self._tell("fill", what)
+    def fill(self, name: str) -> None:
+        """Between begin_update and finish_update: the other ranks write the weights called `name`, as each was made
+        to."""
+        self._tell("fill", name)
         self._filled = True
 
     def finish_update(self, policy_version: int) -> None:
@@ -157,7 +171,7 @@ class LeadingEngine:
 
     def probe(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         if self.policy_version >= 0:
-            self._tell("probe", token_ids, temperature)
+            self._tell("probe", token_ids, float(temperature))
         return self._do(lambda: self._engine.probe(token_ids, temperature))
 
     def sleep(self) -> None:
@@ -172,9 +186,10 @@ class LeadingEngine:
         if self._error is not None:
             raise self._error
         assert self._others, f"{method} before lead"
+        words = told.pack(method, *args)
         for rank, other in enumerate(self._others, 1):
             try:
-                other.send((method, args))
+                other.send_bytes(words)
             except OSError as error:
                 raise self._fail(self._cause() or _gone(rank)) from error
 
@@ -220,7 +235,7 @@ class LeadingEngine:
 class FollowingEngine:
     """A rank other than the first: it does what the leader says. `poll` is called again and again, on one thread.
 
-    wakeup: set when there is something to do. fill(what) writes the weights of `what` into the engine's storages, or
+    wakeup: set when there is something to do. fill(name) writes the weights of that name into the engine's storages, or
     says False: they are not there yet, and it is asked again at the next `poll`.
     """
 
@@ -231,7 +246,7 @@ class FollowingEngine:
         host: str,
         *,
         wakeup: threading.Event,
-        fill: Callable[[Any], bool],
+        fill: Callable[[str], bool],
     ) -> None:
         self._engine = engine
         self._ranks = ranks
@@ -286,9 +301,9 @@ class FollowingEngine:
                 with suppress(AuthenticationError):
                     self._leader = self._listener.accept()
             while True:
-                self._told.append(self._leader.recv())
+                self._told.append(told.unpack(self._leader.recv_bytes(told.MAX_BYTES), _METHODS))
                 self._wakeup.set()
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):
             self._leader_gone = True
             self._wakeup.set()
 
@@ -309,7 +324,7 @@ class FollowingEngine:
             self._say(_Words("done"))
         return True
 
-    def _step(self, leaders: tuple[int, ...]) -> None:
+    def _step(self, *leaders: int) -> None:
         own = state_of(self._engine)
         assert own == leaders, f"this rank (unfinished, free, version) is {own}, the first one {leaders}"
         # The first rank tells of samples that failed; they are the same ones here.
@@ -319,7 +334,7 @@ class FollowingEngine:
     def _say(self, words: _Words) -> None:
         if self._leader is not None:
             with suppress(OSError):
-                self._leader.send(words)
+                self._leader.send_bytes(told.pack(words.kind, words.text))
 
 
 def state_of(engine: NativeEngine) -> tuple[int, int, int]:
@@ -334,6 +349,9 @@ def _gone(rank: int) -> RankLost:
 def _hear(other: Connection, timeout_s: float) -> _Words | None:
     """What another rank says; None: nothing."""
     try:
-        return other.recv() if other.poll(timeout_s) else None
-    except (EOFError, OSError):
+        if not other.poll(timeout_s):
+            return None
+        kind, (said,) = told.unpack(other.recv_bytes(told.MAX_BYTES), _WORDS)
+        return _Words(kind, said)
+    except (EOFError, OSError, ValueError):
         return _Words("gone")
