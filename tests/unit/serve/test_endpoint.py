@@ -41,6 +41,7 @@ class SayingEngine:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.text = ""
         self.prompts: list[str] = []
+        self.requests: list[GroupRequest] = []
         self._tokenizer = tokenizer
         self._running: dict[SampleId, int] = {}
 
@@ -49,6 +50,7 @@ class SayingEngine:
         return len(self._running)
 
     def submit(self, request: GroupRequest) -> None:
+        self.requests.append(request)
         self.prompts.append(self._tokenizer.decode(request.prompt_ids.tolist()))
         self._ids = np.array(self._tokenizer.encode(self.text), np.int32)[: request.sampling.max_response_tokens]
         self._whole = len(self._ids) < request.sampling.max_response_tokens
@@ -137,6 +139,13 @@ def test_what_a_tool_answered_goes_back(client: TestClient, engine: SayingEngine
     assert engine.prompts[-1] == "[add]user:What is 2 + 3?;assistant:(add 2);tool:5;assistant:"
     assert answer["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": "It is 5."}
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_conversations_go_on_and_completions_do_not(client: TestClient, engine: SayingEngine) -> None:
+    ask(client)
+    stream(client)
+    client.post("/v1/completions", json={"model": "m", "prompt": "x"})
+    assert [request.goes_on for request in engine.requests] == [True, True, False]
 
 
 def test_calls_that_are_none(client: TestClient, engine: SayingEngine) -> None:

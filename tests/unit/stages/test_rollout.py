@@ -196,6 +196,13 @@ def test_only_groups_of_the_given_kinds_are_taken(bench: Callable[..., Bench]) -
     assert [request.sampling.temperature for request in made.engine.requests] == [0.0]
 
 
+def test_the_last_turn_that_is_allowed_does_not_go_on(bench: Callable[..., Bench]) -> None:
+    made = bench("Quiz", limits=Limits(max_turns=2, max_turn_tokens=None, max_observation_tokens=64))
+    made.admit(2, 1, turns=3)
+    made.run()
+    assert [request.goes_on for request in made.engine.requests] == [True, False]
+
+
 def test_turns_and_answers_make_one_sequence(bench: Callable[..., Bench]) -> None:
     made = bench("Quiz")
     made.admit(2, 2, turns=3, say="<|im_end|> more?")
@@ -204,6 +211,7 @@ def test_turns_and_answers_make_one_sequence(bench: Callable[..., Bench]) -> Non
     assert first.samples == tuple(batch.ids)
     assert first.prompt_ids.tolist() == PROMPT.tolist()
     assert [len(request.samples) for request in later] == [1] * 4
+    assert all(request.goes_on for request in made.engine.requests)
     for row, sample in enumerate(batch.ids):
         ids, mask = batch["response"][row], batch["response_mask"][row]
         written = [turn_tokens(turn_seed(7, sample, turn)) for turn in range(3)]
