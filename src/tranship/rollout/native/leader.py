@@ -89,7 +89,7 @@ class LeadingEngine:
         port, store = self._ranks.open(self._host)
         try:
             self._others = [Client(door.address, authkey=door.secret) for door in doors]
-        except OSError as error:
+        except (OSError, EOFError, AuthenticationError) as error:
             raise self._fail(RankLost(f"a rank of the rollout engine cannot be reached: {error}")) from error
         self._tell("meet", self._host, port)
         self._do(lambda: self._ranks.meet(store, self._host))
@@ -105,8 +105,7 @@ class LeadingEngine:
 
     def close(self) -> None:
         """Let the other ranks end."""
-        with suppress(RunError):
-            self._tell("end")
+        self._tell_if_possible("end")
         self._ranks.close()
         for other in self._others:
             other.close()
@@ -140,8 +139,7 @@ class LeadingEngine:
 
     def abort(self, samples: Sequence[SampleId] | None = None) -> list[Response]:
         """See `RolloutEngine.abort`. That a rank is gone is raised by the next step."""
-        with suppress(RunError):
-            self._tell("abort", samples)
+        self._tell_if_possible("abort", samples)
         return self._engine.abort(samples)
 
     def pieces(self) -> list[Piece]:
@@ -192,6 +190,12 @@ class LeadingEngine:
                 other.send_bytes(words)
             except OSError as error:
                 raise self._fail(self._cause() or _gone(rank)) from error
+
+    def _tell_if_possible(self, method: str, *args: Any) -> None:
+        """What ends work is done here whether the others hear of it or not; they may never have been met."""
+        if self._others:
+            with suppress(RunError):
+                self._tell(method, *args)
 
     def _do(self, run: Callable[[], Any]) -> Any:
         """The first rank's part of what has been told to all."""
@@ -297,8 +301,8 @@ class FollowingEngine:
         """Take what the leader says until it is gone."""
         try:
             while self._leader is None:
-                # Who does not know the secret is sent away.
-                with suppress(AuthenticationError):
+                # Who does not know the secret, or hangs up, was not the leader.
+                with suppress(AuthenticationError, EOFError, ConnectionError):
                     self._leader = self._listener.accept()
             while True:
                 self._told.append(told.unpack(self._leader.recv_bytes(told.MAX_BYTES), _METHODS))

@@ -77,7 +77,10 @@ class Ranks:
     def enter(self, leader_host: str, port: int) -> Any:
         """The same as another rank: what `meet` takes."""
         limit = timedelta(seconds=COLLECTIVE_S)
-        return distributed.TCPStore(leader_host, port, self.share.size, is_master=False, timeout=limit)
+        try:
+            return distributed.TCPStore(leader_host, port, self.share.size, is_master=False, timeout=limit)
+        except RuntimeError as error:
+            raise RankLost(f"the first rank cannot be reached: {_first_line(error)}") from error
 
     def meet(self, store: Any, host: str) -> None:
         """Return once every rank is here. host: the address under which the others reach this one."""

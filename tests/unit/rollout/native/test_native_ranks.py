@@ -2,20 +2,24 @@
 
 import os
 import signal
+import socket
 import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.contract.rank_host import RankHost, lead
+from tests.contract.rank_host import HOST, RankHost, lead, make_rank
 from tests.contract.rollout_lab import update
 from tests.unit.rollout.conftest import ENGINE_SETTINGS, VOCAB
 from tranship.layouts import Layout, Piece, Share, full_box
 from tranship.reshard import WeightSink, WeightSource, check_landed, make_plan
 from tranship.rollout import RankLost, SamplesFailed
 from tranship.rollout.native import NativeEngine, load_folder
+from tranship.rollout.native.leader import Door, LeadingEngine
 from tranship.rollout.native.ranks import Ranks
 from tranship.types import RunError, SampleId, UserError
 
@@ -226,6 +230,23 @@ def wait_until_it_raises(check):
     for _ in range(100):
         check()
         time.sleep(0.1)
+
+
+def test_a_rank_that_was_never_met_ends_quietly_and_strangers_are_sent_away(lab, split, rank_host):
+    ranks, engine = make_rank(lab.folder(), Share(0, 2), ENGINE_SETTINGS)
+    leader = LeadingEngine(engine, ranks, HOST)
+    assert leader.abort() == []
+    leader.close()
+
+    door, _ = rank_host.start(lab.folder(), Share(1, 2), ENGINE_SETTINGS)
+    socket.create_connection(door.address).close()
+    with pytest.raises(AuthenticationError):
+        Client(door.address, authkey=b"guess")
+    with pytest.raises(RankLost, match="a rank of the rollout engine cannot be reached"):
+        LeadingEngine(engine, ranks, HOST).lead([Door(door.address, b"guess")])
+    leader = LeadingEngine(engine, ranks, HOST)
+    leader.lead([door])
+    leader.close()
 
 
 def test_an_update_that_gives_the_others_no_weights_is_a_bug(lab, split):
