@@ -151,6 +151,7 @@ def test_a_damaged_bucket_stops_the_sampler_with_its_reason(pair: Pair) -> None:
     ) as said:
         pair.take(0)
     assert not isinstance(said.value, RankLost)
+    pair._thread.join(20)
     assert "damaged" in str(pair.error)
 
 
