@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from sortedcontainers import SortedList
 
-from tranship.dock.messages import StageNeeds
+from tranship.dock.messages import Load, StageNeeds
 from tranship.dock.take_policy import Facts, Key, key_of
 from tranship.types import UserError
 
@@ -74,7 +74,9 @@ class Balanced:
             self._remove(key)
             self._add((facts.tokens, arrival, key))
 
-    def pick(self, reader: str, limit: int, may_take: Callable[[Key], bool]) -> tuple[list[Key], bool]:
+    def pick(
+        self, reader: str, limit: int, may_take: Callable[[Key], bool], load: Load | None = None
+    ) -> tuple[list[Key], bool]:
         """Groups for a reader; the first one that is refused ends the search."""
         if not self._order or limit < 1:
             return [], False
@@ -133,6 +135,13 @@ class Balanced:
             self._give_back(key)
         elif key in self._entries:
             self._remove(key)
+
+    def gone(self, reader: str) -> None:
+        """Nothing to do: what it had is back."""
+
+    def better_elsewhere(self, reader: str, keys: Sequence[Key], load: Load | None = None) -> list[Key]:
+        """None: whoever has a key keeps it."""
+        return []
 
     def order(self) -> list[Key]:
         """The longest first."""

@@ -24,7 +24,8 @@ from tranship.types import SampleId
 class GroupView:
     """One group of a batch. rows: where its taken samples are in it. size: samples of the whole group.
 
-    oldest_version: the oldest policy version of any of its tokens; None before it is sampled.
+    oldest_version: the oldest policy version of any of its tokens; None before it is sampled. expected_tokens: how long
+    one of its responses was predicted to be.
     """
 
     group_id: int
@@ -33,6 +34,7 @@ class GroupView:
     rows: range
     attempt: int = 0
     oldest_version: int | None = None
+    expected_tokens: int = 1
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Batch:
         for entry in self._entries:
             rows = range(start, start + len(entry.samples))
             start = rows.stop
-            views.append(GroupView(entry.group_id, entry.size, entry.kind, rows, entry.attempt, entry.oldest_version))
+            head = entry.group_id, entry.size, entry.kind
+            views.append(GroupView(*head, rows, entry.attempt, entry.oldest_version, entry.expected_tokens))
         return views
 
     def __len__(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tranship.dock.errors import StaleLease
 from tranship.dock.group import OWN, Group
 from tranship.dock.leases import Lease
 from tranship.dock.ledger import Ledger
-from tranship.dock.messages import Admission, Publish
+from tranship.dock.messages import Admission, Load, Publish
 from tranship.dock.rows import GroupRun, Rows
 from tranship.dock.table import GroupTable
 from tranship.types import SampleId, UserError
@@ -31,10 +32,21 @@ def check_admissions(groups: Sequence[Admission], table: GroupTable, ledger: Led
         group_id, kind = admission.group_id, admission.kind
         if kind not in ("train", "val") or admission.size < 1:
             raise ValueError(f"group {group_id} cannot be of kind {kind!r} with {admission.size} samples")
+        if admission.expected_tokens < 1:
+            raise ValueError(f"group {group_id} cannot be predicted to have {admission.expected_tokens} tokens")
         if group_id in table:
             raise ValueError(f"group {group_id} cannot be admitted: it is in the dock")
         if kind == "train" and (group_id < 0 or ledger.has_ended(group_id)):
             raise ValueError(f"group {group_id} cannot be admitted: {ledger.outcome(group_id) or 'its id is negative'}")
+
+
+def check_load(load: Load | None) -> None:
+    """ValueError unless what a reader says of itself are numbers that can be reckoned with."""
+    if load is None:
+        return
+    has_speed = load.speed is None or 0 < load.speed < math.inf
+    if not (has_speed and 0 <= load.tokens < math.inf and 1 <= load.slots < 1 << 32):
+        raise ValueError(f"no reader can be as loaded as {load}")
 
 
 def check_tokens(publish: Publish) -> None:

@@ -10,7 +10,7 @@ from tranship.dock.block import Ragged, pack
 from tranship.dock.errors import LeaseLost, StaleLease, StaleSlab
 from tranship.dock.group import OWN
 from tranship.dock.link import DockLink, DockProxy
-from tranship.dock.messages import Admission, Answer, BlockRef, Kind, Publish, Status
+from tranship.dock.messages import Admission, Answer, BlockRef, Kind, Load, Publish, Status
 from tranship.dock.nodes import NodesReader
 from tranship.dock.reader import BlockReader, LocalReader
 from tranship.dock.routes import Routes
@@ -48,6 +48,7 @@ class DockClient:
         self._reader: BlockReader = LocalReader(call) if reader is None else reader
         self._wait_s = wait_s if can_park else 0.0
         self._writer = self._make_writer()
+        self._kept_at: dict[str, int] = {}
         self._empty: dict[str, dict[tuple[Kind, ...], tuple[int | None, Answer]]] = {}
 
     @classmethod
@@ -93,8 +94,13 @@ class DockClient:
 
     # Rows go in
 
-    def admit(self, groups: Sequence[tuple[int, int, Kind, Mapping[str, Any]]]) -> None:
-        """New groups, each (group_id, size, kind, own columns). All have the same columns, and go in one message."""
+    def admit(
+        self, groups: Sequence[tuple[int, int, Kind, Mapping[str, Any]]], expected_tokens: Sequence[int] | None = None
+    ) -> None:
+        """New groups, each (group_id, size, kind, own columns). All have the same columns, and go in one message.
+
+        expected_tokens: of each group, how long a response is predicted to be, for the policy dispatch (None: alike).
+        """
         if not groups:
             return
         names = tuple(groups[0][3])
@@ -103,6 +109,7 @@ class DockClient:
                 raise ValueError(
                     f"group {group_id} has the columns {list(columns)}, and the first one has {list(names)}"
                 )
+        lengths = [1] * len(groups) if expected_tokens is None else expected_tokens
         rows = [SampleId(group_id, OWN) for group_id, _, _, _ in groups]
         columns = {name: [group[3][name] for group in groups] for name in names}
         self._put(
@@ -110,7 +117,10 @@ class DockClient:
             columns,
             lambda ref: (
                 "admit",
-                [Admission(group_id, size, kind, ref, names) for group_id, size, kind, _ in groups],
+                [
+                    Admission(group_id, size, kind, ref, names, expected_tokens=expected)
+                    for (group_id, size, kind, _), expected in zip(groups, lengths, strict=True)
+                ],
             ),
         )
 
@@ -146,6 +156,7 @@ class DockClient:
         max_groups: int,
         version: int | None = None,
         kinds: Sequence[Kind] = ("train",),
+        load: Load | None = None,
         done: Sequence[int] = (),
         wait_s: float = 0.0,
     ) -> Batch | None:
@@ -153,7 +164,9 @@ class DockClient:
 
         done: leases that this message acknowledges first. wait_s: only where the dock can park a message (can_park).
         """
-        asked = {"max_groups": max_groups, "version": version, "kinds": tuple(kinds)}
+        asked: dict[str, Any] = {"max_groups": max_groups, "version": version, "kinds": tuple(kinds)}
+        if load is not None:
+            asked["load"] = load
         return self._ask("take", stage, tuple(kinds), version, asked, done, wait_s)
 
     def take_rows(
@@ -203,6 +216,17 @@ class DockClient:
     def renew(self, lease: int) -> tuple[int, ...]:
         """Still at work; returns ids of groups that were taken away. StaleLease if nothing of the lease is left."""
         return self._call("renew", lease)
+
+    def better_elsewhere(self, stage: str, group_ids: Sequence[int], load: Load) -> list[int]:
+        """Of groups that were taken and not begun, those to `release`, since others with nothing to do would be done
+        earlier; the dock is asked only if it has changed since it said none."""
+        seq = self._seq(stage)
+        if seq == self._kept_at.get(stage):
+            return []
+        found = self._call("better_elsewhere", stage, self._owner, list(group_ids), load)
+        if not found:
+            self._kept_at[stage] = seq
+        return found
 
     def check(self, leases: Sequence[int]) -> None:
         """StaleLease unless all of these leases hold in full: the fence immediately before an optimizer step."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from tranship.dock.messages import Kind, StageNeeds
+from tranship.dock.messages import Kind, Load, StageNeeds
 from tranship.dock.take_policy import Facts, Key, TakePolicy, key_of, policy_of
 
 __all__ = ["Controller", "Key"]
@@ -84,10 +84,12 @@ class Controller:
         """The ready keys, in the order they would be taken."""
         return self._queues[kind].order()
 
-    def pick(self, kind: Kind, limit: int, may_take: Callable[[Key], bool], reader: str = "") -> tuple[list[Key], bool]:
+    def pick(
+        self, kind: Kind, limit: int, may_take: Callable[[Key], bool], reader: str = "", load: Load | None = None
+    ) -> tuple[list[Key], bool]:
         """Up to `limit` ready keys for a reader, as the policy chooses, and whether ready ones were refused by
-        may_take. They stay ready until `lend`."""
-        return self._queues[kind].pick(reader, limit, may_take)
+        may_take. They stay ready until `lend`. load: what the reader says of itself."""
+        return self._queues[kind].pick(reader, limit, may_take, load)
 
     def lend(self, keys: Iterable[Key], lease: int, reader: str = "") -> None:
         """These ready keys are with a reader now."""
@@ -109,6 +111,20 @@ class Controller:
             del self._leased[key]
             member = self._members[_group_of(key)]
             member.queue.back(key, member.facts)
+
+    def gone(self, reader: str) -> None:
+        """A reader is no longer there; its leases have ended."""
+        for queue in self._queues.values():
+            queue.gone(reader)
+
+    def better_elsewhere(self, reader: str, keys: Iterable[Key], load: Load | None) -> list[Key]:
+        """Of keys that a reader has and did not begin, those that it should give back for others."""
+        held = [key for key in keys if key in self._leased]
+        better: list[Key] = []
+        for queue in self._queues.values():
+            mine = [key for key in held if self._members[_group_of(key)].queue is queue]
+            better += queue.better_elsewhere(reader, mine, load)
+        return better
 
     def forget(self, group_id: int) -> dict[Key, int]:
         """A group leaves; returns those of its keys that were with readers, and their leases."""

@@ -12,7 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tranship.dock.checks import check_admissions, check_order, check_tokens, groups_to_drop, rows_to_publish
+from tranship.dock.checks import (
+    check_admissions,
+    check_load,
+    check_order,
+    check_tokens,
+    groups_to_drop,
+    rows_to_publish,
+)
 from tranship.dock.controller import Key
 from tranship.dock.errors import StaleLease
 from tranship.dock.flow import Flow
@@ -26,6 +33,7 @@ from tranship.dock.messages import (
     Chore,
     ExpiredLease,
     Kind,
+    Load,
     MemoryUse,
     NodePlace,
     Publish,
@@ -184,12 +192,13 @@ class Dock:
         max_groups: int,
         version: int | None = None,
         kinds: Sequence[Kind] = ("train",),
+        load: Load | None = None,
     ) -> Take | None:
         """Up to max_groups whole groups that a stage can work on, kinds in the given order; None if there are none, or
         none that the stage's policy gives this reader now.
 
         version: the sampler's policy version. Training groups are then handed out only as far as they can be trained
-        on within the bound, and count as started at that version.
+        on within the bound, and count as started at that version. load: what the sampler has left to do.
         """
         self._expire()
         controller = self._flow.controller(stage, "group")
@@ -198,11 +207,12 @@ class Dock:
         if stage == self._flow.batch_stage and "train" in kinds:
             raise ValueError(f"stage {stage!r} takes batches: use take_batch")
         self._flow.bound.check_sampler_version(version)
+        check_load(load)
         picked: list[Key] = []
         self._refused = False
         for kind in dict.fromkeys(kinds):
             gate = self._flow.starter(version) if kind == "train" and version is not None else _always
-            keys, refused = controller.pick(kind, max_groups - len(picked), gate, reader)
+            keys, refused = controller.pick(kind, max_groups - len(picked), gate, reader, load)
             picked += keys
             self._refused = self._refused or refused
         if not picked:
@@ -293,6 +303,15 @@ class Dock:
         self._expire(lease)
         return tuple(self._flow.lease(lease).revoked)
 
+    def better_elsewhere(
+        self, stage: str, reader: str, group_ids: Sequence[int], load: Load | None = None
+    ) -> list[int]:
+        """Of groups that a reader has and did not begin, those that it should `release`: the stage's policy knows
+        others that have nothing to do, and would be done earlier. load: as in `take`. Changes nothing."""
+        check_load(load)
+        keys = self._flow.controller(stage, "group").better_elsewhere(reader, group_ids, load)
+        return [key for key in keys if isinstance(key, int)]
+
     def check(self, leases: Sequence[int]) -> None:
         """StaleLease unless all of these leases hold, with all of their groups: the fence before an optimizer step."""
         self._expire(*leases)
@@ -382,6 +401,7 @@ class Dock:
         self._expire()
         for lease in self._flow.leases.of_reader(reader):
             self._flow.put_back(lease)
+        self._flow.table.gone(reader)
         self.warehouse.seal(reader)
         self._changed()
 

@@ -38,6 +38,7 @@ _LOOKS_ONLY = (
     "places",
     "place_after",
     "num_admissible",
+    "better_elsewhere",
     "payload_folder",
     "memory_use",
     "ledger_counts",

@@ -53,13 +53,15 @@ class Flow:
 
     def admit(self, admission: Admission, attempt: int) -> None:
         """A new group with its own columns."""
-        group = Group(admission.group_id, admission.size, admission.kind, attempt)
+        head = admission.group_id, admission.size, admission.kind, attempt
+        group = Group(*head, admission.expected_tokens, self.window.version)
         if group.kind == "train":
             self.ledger.admit(group.group_id)
             self.window.admit(group.group_id)
         else:
             self.ledger.val_admitted += 1
         ready = self.table.admit(group)
+        self.table.tell(group)
         ready += self.table.store(group, group.sample(OWN), admission.columns, admission.block)
         self.resolve(ready)
 
@@ -188,10 +190,12 @@ class Flow:
             return
         if group.kind == "train":
             self.window.unresolve(group.group_id)
-        again = Group(group.group_id, group.size, group.kind, group.attempt)
+        head = group.group_id, group.size, group.kind, group.attempt
+        again = Group(*head, group.expected_tokens, group.round)
         with self.table.held(own):
             self.leave(group, None)
             ready = self.table.admit(again)
+            self.table.tell(again)
             for ref, columns in own.items():
                 ready += self.table.store(again, again.sample(OWN), columns, ref)
         self.resolve(ready)

@@ -28,16 +28,19 @@ class Group:
 
     columns: column -> sample index (or OWN) -> block. whole: column -> the one block that brought it for all samples;
     a column stands in one of the two, and `whole` is shared with other groups: it is replaced, never changed. slabs:
-    how many of its rows lie in each slab. tokens: sample index -> how long it is, as the first publisher that said so.
-    declared: the policy version at which a sampler took it; published: the
-    oldest version of the tokens that came back; start_lease: under which lease it was taken to be sampled. pins: leases
-    that may still read it. in_batch: it is being trained on. here: it has not left the dock.
+    how many of its rows lie in each slab. tokens: sample index -> how long it is, as the first publisher that said so;
+    expected_tokens: how long a response was predicted to be. round: the dock's version when it was admitted.
+    declared: the policy version at which a sampler took it; published: the oldest version of the tokens that came back;
+    start_lease: under which lease it was taken to be sampled. pins: leases that may still read it. in_batch: it is
+    being trained on. here: it has not left the dock.
     """
 
     group_id: int
     size: int
     kind: Kind
     attempt: int
+    expected_tokens: int = 1
+    round: int = 0
     columns: dict[str, dict[int, BlockRef]] = field(default_factory=dict)
     whole: Mapping[str, BlockRef] = field(default_factory=lambda: _NOTHING)
     slabs: Counter[int] = field(default_factory=Counter)
@@ -58,8 +61,8 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its samples, as far as they were said."""
-        return sum(self.tokens.values())
+        """Tokens of its samples, as far as they were said; before any was, as they were predicted."""
+        return sum(self.tokens.values()) if self.tokens else self.size * self.expected_tokens
 
     def has(self, column: str, sample_index: int) -> bool:
         """Whether a row has a column, of its own or from its group."""
@@ -98,7 +101,7 @@ class Group:
             return column_sets.setdefault(tuple(sorted(columns)), len(column_sets))
 
         return [
-            *(self.group_id, self.size, self.kind, self.attempt),
+            *(self.group_id, self.size, self.kind, self.attempt, self.expected_tokens, self.round),
             *(self.declared, self.published, self.start_lease, self.in_batch),
             [[place(columns), *ref] for ref, columns in sorted(whole.items())],
             [[place(columns), index, *ref] for (index, ref), columns in sorted(single.items())],
@@ -109,8 +112,8 @@ class Group:
     @classmethod
     def load(cls, plain: Sequence[Any], column_sets: Sequence[Sequence[str]]) -> Group:
         """The group that was dumped."""
-        group_id, size, kind, attempt, declared, published, start_lease, in_batch, whole, single, slabs, tokens = plain
-        group = cls(group_id, size, kind, attempt)
+        head, (declared, published, start_lease, in_batch, whole, single, slabs, tokens) = plain[:6], plain[6:]
+        group = cls(*head)
         group.declared, group.published = declared, published
         group.start_lease, group.in_batch = start_lease, in_batch
         group.whole = {column: BlockRef(*ref) for place, *ref in whole for column in column_sets[place]}
@@ -139,8 +142,7 @@ class Group:
             own = {column: self.whole[column] for column in reads}
             known[id(self.whole)] = own
         if own is not None:
-            oldest = self.oldest_version
-            return GroupEntry(self.group_id, self.size, self.kind, self.attempt, _NONE_SHARED, samples, own, oldest)
+            return self._entry(_NONE_SHARED, samples, own)
         shared: dict[str, BlockRef] = {}
         refs: dict[str, Where] = {}
         for column in reads:
@@ -151,4 +153,8 @@ class Group:
             else:
                 each = tuple(partial[index] for index in samples)
                 refs[column] = each[0] if each.count(each[0]) == len(each) else each
-        return GroupEntry(self.group_id, self.size, self.kind, self.attempt, shared, samples, refs, self.oldest_version)
+        return self._entry(shared, samples, refs)
+
+    def _entry(self, shared: dict[str, BlockRef], samples: tuple[int, ...], refs: dict[str, Where]) -> GroupEntry:
+        head = self.group_id, self.size, self.kind, self.attempt
+        return GroupEntry(*head, shared, samples, refs, self.oldest_version, self.expected_tokens)

@@ -30,7 +30,7 @@ class StageNeeds:
     """A stage as the dock knows it: its name, the columns it reads, and whether it takes whole groups or rows.
 
     policy: which of what is ready a take gives, an entry of take_policy.POLICIES or module:name. readers: how many
-    readers share the stage; the policy balanced gives each of them its part.
+    readers share the stage; balanced and dispatch give each of them its part.
     """
 
     name: str
@@ -44,7 +44,8 @@ class StageNeeds:
 class Admission:
     """A new group: `size` samples of one prompt, whose own columns lie in `block`.
 
-    attempt: of its samples; None: 0, or what the snapshot said that the dock was restored from.
+    attempt: of its samples; None: 0, or what the snapshot said that the dock was restored from. expected_tokens: how
+    long a response of it is predicted to be, at least 1.
     """
 
     group_id: int
@@ -53,6 +54,19 @@ class Admission:
     block: BlockRef
     columns: tuple[str, ...]
     attempt: int | None = None
+    expected_tokens: int = 1
+
+
+class Load(NamedTuple):
+    """What a reader that samples says when it asks for more.
+
+    tokens: predicted to be left of what it has. slots: samples that it decodes at the same time. speed: decoding steps
+    a second, of late; None: not known yet.
+    """
+
+    tokens: float
+    slots: int = 1
+    speed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +90,8 @@ class GroupEntry(NamedTuple):
     """A taken group. shared: the blocks of its own columns. samples: the indices of the taken samples. refs: for each
     of the other columns the block that holds it for all of these samples, or one block per sample.
 
-    oldest_version: the oldest policy version of any of its tokens; None before it is sampled.
+    oldest_version: the oldest policy version of any of its tokens; None before it is sampled. expected_tokens: see
+    Admission.
     """
 
     group_id: int
@@ -87,6 +102,7 @@ class GroupEntry(NamedTuple):
     samples: tuple[int, ...]
     refs: dict[str, Where]
     oldest_version: int | None = None
+    expected_tokens: int = 1
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from sortedcontainers import SortedList
 
-from tranship.dock.messages import StageNeeds
+from tranship.dock.messages import Load, StageNeeds
 from tranship.dock.take_policy import Facts, Key, key_of
 
 _UNSAMPLED = sys.maxsize
@@ -38,7 +38,9 @@ class FirstCome:
     def changed(self, key: Key, facts: Facts) -> None:
         """Nothing to do: facts are not looked at."""
 
-    def pick(self, reader: str, limit: int, may_take: Callable[[Key], bool]) -> tuple[list[Key], bool]:
+    def pick(
+        self, reader: str, limit: int, may_take: Callable[[Key], bool], load: Load | None = None
+    ) -> tuple[list[Key], bool]:
         """The first ones."""
         picked: list[Key] = []
         refused = False
@@ -73,6 +75,13 @@ class FirstCome:
         """Out of the queue, if it is there."""
         self._again.pop(key, None)
         self._new.pop(key, None)
+
+    def gone(self, reader: str) -> None:
+        """Nothing to do: what it had is back."""
+
+    def better_elsewhere(self, reader: str, keys: Sequence[Key], load: Load | None = None) -> list[Key]:
+        """None: whoever has a key keeps it."""
+        return []
 
     def order(self) -> list[Key]:
         """First what came back."""
@@ -116,7 +125,9 @@ class OldestFirst:
             self.ended(key)
             self._add(key, facts, arrival)
 
-    def pick(self, reader: str, limit: int, may_take: Callable[[Key], bool]) -> tuple[list[Key], bool]:
+    def pick(
+        self, reader: str, limit: int, may_take: Callable[[Key], bool], load: Load | None = None
+    ) -> tuple[list[Key], bool]:
         """The first ones. New keys that are not sampled are alike: the first one that is refused ends the search."""
         picked: dict[Key, None] = {}
         refused = False
@@ -148,6 +159,13 @@ class OldestFirst:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._order.remove(entry)
+
+    def gone(self, reader: str) -> None:
+        """Nothing to do: what it had is back."""
+
+    def better_elsewhere(self, reader: str, keys: Sequence[Key], load: Load | None = None) -> list[Key]:
+        """None: whoever has a key keeps it."""
+        return []
 
     def order(self) -> list[Key]:
         """By version and arrival."""
@@ -198,7 +216,9 @@ class Ordered:
     def changed(self, key: Key, facts: Facts) -> None:
         """Nothing to do: facts are not looked at."""
 
-    def pick(self, reader: str, limit: int, may_take: Callable[[Key], bool]) -> tuple[list[Key], bool]:
+    def pick(
+        self, reader: str, limit: int, may_take: Callable[[Key], bool], load: Load | None = None
+    ) -> tuple[list[Key], bool]:
         """The first one of the line, if it is ready."""
         while self._line and self._line[0] not in self._waiting:
             heapq.heappop(self._line)
@@ -220,6 +240,13 @@ class Ordered:
         """Out of the line, if it is there."""
         self._waiting.discard(key)
         self._ready.discard(key)
+
+    def gone(self, reader: str) -> None:
+        """Nothing to do: what it had is back."""
+
+    def better_elsewhere(self, reader: str, keys: Sequence[Key], load: Load | None = None) -> list[Key]:
+        """None: whoever has a key keeps it."""
+        return []
 
     def order(self) -> list[Key]:
         """By identity; those that are held back among them."""

@@ -67,9 +67,14 @@ class GroupTable:
     def tell(self, group: Group) -> None:
         """The facts of a group have changed: those controllers learn it whose policy looks at them."""
         if group.here and self._informed:
-            facts = Facts(group.oldest_version, group.num_tokens)
+            facts = Facts(group.oldest_version, group.num_tokens, group.round, group.size)
             for controller in self._informed:
                 controller.tell(group.group_id, facts)
+
+    def gone(self, reader: str) -> None:
+        """A reader is no longer there; its leases have ended."""
+        for controller in self.controllers.values():
+            controller.gone(reader)
 
     def store(self, group: Group, row: SampleId, columns: Iterable[str], ref: BlockRef) -> list[Ready]:
         """Columns of a row that it did not have before. Returns where something became ready."""

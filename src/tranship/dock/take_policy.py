@@ -7,30 +7,34 @@ again has to come to the same leases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from tranship.dock.messages import StageNeeds
+from tranship.dock.messages import Load, StageNeeds
 from tranship.lookup import resolve
 from tranship.types import UserError
 
 Key = int | tuple[int, int]
 
-FIRST_COME = "first_come"
+FIRST_COME, DISPATCH = "first_come", "dispatch"
 POLICIES: Mapping[str, str] = {
     "first_come": "tranship.dock.queues:FirstCome",
     "oldest_first": "tranship.dock.queues:OldestFirst",
     "balanced": "tranship.dock.balanced:Balanced",
     "ordered": "tranship.dock.queues:Ordered",
+    "dispatch": "tranship.dock.dispatch:Dispatch",
 }
 
 
 class Facts(NamedTuple):
-    """What is known of a group: the oldest policy version of its tokens (None: it is not sampled), and how many tokens
-    its samples have, as far as publishers said so."""
+    """What is known of a group: the oldest policy version of its tokens (None: it is not sampled), how many tokens its
+    samples have, as far as publishers said so (before that: as was predicted), the dock's version when it came, and its
+    number of samples."""
 
     oldest_version: int | None = None
     tokens: int = 0
+    round: int = 0
+    samples: int = 1
 
 
 class TakePolicy(Protocol):
@@ -51,10 +55,13 @@ class TakePolicy(Protocol):
     def changed(self, key: Key, facts: Facts) -> None:
         """Other facts hold for a ready key. `may_take` in `pick` may lead to this for the key that it was asked of."""
 
-    def pick(self, reader: str, limit: int, may_take: Callable[[Key], bool]) -> tuple[list[Key], bool]:
+    def pick(
+        self, reader: str, limit: int, may_take: Callable[[Key], bool], load: Load | None = None
+    ) -> tuple[list[Key], bool]:
         """Up to `limit` ready keys for a reader, each of them accepted by may_take, and whether that refused one.
 
-        They stay ready until `lent`. may_take is asked once for each key, and what it accepts is given out.
+        They stay ready until `lent`. may_take is asked once for each key, and what it accepts is given out. load: what
+        the reader said of itself, if it did; it may be remembered only if something is given.
         """
         ...
 
@@ -66,6 +73,13 @@ class TakePolicy(Protocol):
 
     def ended(self, key: Key) -> None:
         """A key is done at this stage, or its group has left, in whatever state it was."""
+
+    def gone(self, reader: str) -> None:
+        """A reader is no longer there; what it had is back."""
+
+    def better_elsewhere(self, reader: str, keys: Sequence[Key], load: Load | None = None) -> list[Key]:
+        """Of keys that a reader has and did not begin, those that it should give back for others. Changes nothing."""
+        ...
 
     def order(self) -> list[Key]:
         """The ready keys, in the order in which they would be given one at a time."""

@@ -22,6 +22,7 @@ from tranship.dock.messages import (
     Chore,
     ExpiredLease,
     GroupEntry,
+    Load,
     MemoryUse,
     NodePlace,
     Publish,
@@ -262,14 +263,13 @@ def _encode_take(take: Take) -> list[Any]:
     patterns: dict[Any, int] = {}
     known: dict[tuple[int, int], int] = {}
     groups = []
-    for group_id, size, kind, attempt, shared, samples, own, oldest in take.groups:
+    for group_id, size, kind, attempt, shared, samples, own, oldest, expected in take.groups:
         pattern = known.get((id(shared), id(own)))
         if pattern is None:
             key = (tuple(shared.items()), tuple(own.items()))
             pattern = known[id(shared), id(own)] = patterns.setdefault(key, len(patterns))
-        groups.append(
-            (group_id, size, kind, attempt, pattern, None if samples == all_samples(size) else samples, oldest)
-        )
+        taken = None if samples == all_samples(size) else samples
+        groups.append((group_id, size, kind, attempt, pattern, taken, oldest, expected))
 
     def place(ref: BlockRef) -> int:
         return refs.setdefault(ref, len(refs))
@@ -304,7 +304,7 @@ def _decode_take(plain: Any) -> Take:
         patterns.append(({_text(c): at(r) for c, r in shared.items()}, refs_of, lengths))
     entries = []
     for group in _items(groups):
-        group_id, size, kind, attempt, pattern, samples, oldest = _fields(group, 7)
+        group_id, size, kind, attempt, pattern, samples, oldest, expected = _fields(group, 8)
         if not 0 <= _int(pattern) < len(patterns):
             raise _malformed("a pattern's place", pattern)
         if not 1 <= _int(size) <= MAX_ITEMS:
@@ -313,15 +313,17 @@ def _decode_take(plain: Any) -> Take:
         shared, own, lengths = patterns[pattern]
         if lengths and lengths != {len(taken)}:
             raise _malformed("one block for each sample", group)
+        head = _int(group_id), size, KIND.decode(kind), _int(attempt)
         oldest = None if oldest is None else _int(oldest)
-        entries.append(GroupEntry(_int(group_id), size, KIND.decode(kind), _int(attempt), shared, taken, own, oldest))
+        entries.append(GroupEntry(*head, shared, taken, own, oldest, _int(expected)))
     told = (_int(lease), _text(stage), _number(deadline), _int(version))
     return Take(*told, tuple(entries), INT_TUPLE.decode(window), _int(num_dropped))
 
 
 TAKE = Codec(_encode_take, _decode_take)
 ANSWER = _record(Answer, _optional(TAKE), INT, BOOL)
-ADMISSION = _record(Admission, INT, INT, KIND, REF, TEXTS, _optional(INT))
+ADMISSION = _record(Admission, INT, INT, KIND, REF, TEXTS, _optional(INT), INT)
+LOAD = _record(Load, NUMBER, INT, _optional(NUMBER))
 PUBLISH = _record(Publish, TEXT, REF, ROWS, TEXTS, _optional(INT), _optional(INT), _optional(INT_TUPLE))
 STATUS = _record(Status, INT, INT, INT, INT, INT)
 SLAB_LEASE = _record(SlabLease, INT, INT, _optional(TEXT), INT)
@@ -367,6 +369,7 @@ _ASK = {
     "groups": INT,
     "version": _optional(INT),
     "kinds": _list_of(KIND, tuple),
+    "load": _optional(LOAD),
     "done": INTS,
 }
 
@@ -378,6 +381,7 @@ METHODS: Mapping[str, tuple[Mapping[str, Codec], Codec]] = {
     "ack": (_LEASE | {"group_ids": _optional(INTS)}, NOTHING),
     "release": (_LEASE, NOTHING),
     "renew": (_LEASE, INT_TUPLE),
+    "better_elsewhere": ({"stage": TEXT, "reader": TEXT, "group_ids": INTS, "load": _optional(LOAD)}, INTS),
     "check": ({"leases": INTS}, NOTHING),
     "started": (_LEASE | {"group_id": INT, "version": INT}, NOTHING),
     "drop": ({"group_ids": INTS, "reason": TEXT, "lease": _optional(INT)}, NOTHING),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -9,9 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from tranship.dock import Batch, DockClient, StaleLease
-from tranship.dock.messages import Kind
+from tranship.dock.messages import Kind, Load
 from tranship.rollout import GroupRequest, RolloutEngine
 from tranship.stages.episodes import Outcome, single_turn
+from tranship.stages.load import LoadMeter
 from tranship.stages.stage import Renewal, Stopwatch
 from tranship.types import Response, SampleId, Sampling, sample_seed
 
@@ -61,7 +63,10 @@ class RolloutStage:
     is put back whole, when its last sample has ended. Weights arrive between two steps, through `update`: it is called
     at the start of each step and says whether new ones came.
 
+    With each take it says what it has left to do, so that the dock can share out what waits (the policy dispatch).
+
     kinds: of the groups that it takes. world: what makes samples of several turns; None: a response is one turn.
+    clock: seconds, for how long a step takes.
     rollout_info is what `Outcome.info` says, {} without a world.
     """
 
@@ -79,6 +84,7 @@ class RolloutStage:
         kinds: tuple[Kind, ...] = ("val", "train"),
         world: World | None = None,
         update: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._dock = dock
         self._engine = engine
@@ -88,8 +94,11 @@ class RolloutStage:
         self._kinds = kinds
         self._world = world
         self._update = update
+        self._clock = clock
+        self._meter = LoadMeter(sampling.max_response_tokens)
         self._renewal = Renewal(lease_s)
         self._running: dict[int, _Running] = {}
+        self._unbegun: set[int] = set()
 
     def step(self) -> bool:
         """Update the weights if new ones are there, start groups, decode one token of each running sample."""
@@ -101,19 +110,25 @@ class RolloutStage:
             progress = self._advance(self._world) or progress
         if not self._engine.num_unfinished:
             return progress
+        start = self._clock()
         with self._watch.time("rollout"):
             finished = self._engine.step()
+        self._note_begun(finished)
+        self._meter.stepped(self._clock() - start)
         for response in finished:
             if self._world is not None:
                 self._world.turn_ended(response)
             else:
                 self._collect(single_turn(response))
+        self._give_back()
         return True
 
     def close(self) -> None:
         """Stop all running samples; their groups are somebody else's again when the lease ends."""
         self._engine.abort()
         self._running.clear()
+        self._unbegun.clear()
+        self._meter.clear()
         if self._world is not None:
             self._world.close()
 
@@ -121,6 +136,10 @@ class RolloutStage:
     def _num_free(self) -> int:
         """Samples that may be started. One whose environment is at work keeps its place in the engine."""
         return self._engine.num_free - (self._world.num_waiting if self._world is not None else 0)
+
+    @property
+    def _load(self) -> Load:
+        return self._meter.load(self._engine.num_free + self._engine.num_unfinished)
 
     def _start_groups(self) -> bool:
         if self._engine.policy_version < 0 or self._num_free <= 0:
@@ -131,7 +150,7 @@ class RolloutStage:
         started = False
         while self._num_free > 0:
             with self._watch.time("dock"):
-                batch = self._dock.take(self.name, max_groups=1, version=version, kinds=self._kinds)
+                batch = self._dock.take(self.name, max_groups=1, version=version, kinds=self._kinds, load=self._load)
             if batch is None:
                 break
             started = True
@@ -148,9 +167,13 @@ class RolloutStage:
             # Its earlier lease has ended unnoticed, while this process was held.
             self._forget(group.group_id)
         self._running[group.group_id] = _Running(batch.lease, samples, len(prompt))
+        self._meter.add(samples, group.expected_tokens)
         if self._world is not None:
+            # Their world is at work from now on.
+            self._meter.begin(samples)
             self._world.start(samples, prompt, info, sampling)
         else:
+            self._unbegun.add(group.group_id)
             seeds = tuple(sample_seed(self._run_seed, sample) for sample in samples)
             self._engine.submit(GroupRequest(prompt, samples, seeds, sampling))
 
@@ -165,6 +188,7 @@ class RolloutStage:
 
     def _collect(self, outcome: Outcome) -> None:
         group_id = outcome.response.sample.group_id
+        self._meter.remove([outcome.response.sample])
         running = self._running.get(group_id)
         if running is None:
             return
@@ -172,6 +196,7 @@ class RolloutStage:
         if len(running.outcomes) < len(running.samples):
             return
         del self._running[group_id]
+        self._unbegun.discard(group_id)
         self._put(running)
 
     def _put(self, running: _Running) -> None:
@@ -204,6 +229,28 @@ class RolloutStage:
                 # The dock has given the group to another reader, or recorded it as too stale: this copy is nobody's.
                 return
 
+    def _note_begun(self, finished: Sequence[Response]) -> None:
+        """Of groups that had no token yet, see which have some now."""
+        if not self._unbegun:
+            return
+        waiting = [sample for group_id in self._unbegun for sample in self._running[group_id].samples]
+        made = [*finished, *self._engine.peek(dict.fromkeys(waiting, 0))]
+        for group_id in self._unbegun.intersection(response.sample.group_id for response in made):
+            self._unbegun.discard(group_id)
+            self._meter.begin(self._running[group_id].samples)
+
+    def _give_back(self) -> None:
+        """Return groups that wait here, and that a sampler with nothing to do would be done with earlier."""
+        if not self._unbegun:
+            return
+        for group_id in self._dock.better_elsewhere(self.name, sorted(self._unbegun), self._load):
+            lease = self._running[group_id].lease
+            self._forget(group_id)
+            try:
+                self._dock.release(lease)
+            except StaleLease:
+                continue
+
     def _forget_lost_groups(self) -> None:
         for group_id, running in list(self._running.items()):
             try:
@@ -213,6 +260,8 @@ class RolloutStage:
 
     def _forget(self, group_id: int) -> None:
         running = self._running.pop(group_id)
+        self._unbegun.discard(group_id)
+        self._meter.remove(running.samples)
         self._engine.abort([sample for sample in running.samples if sample not in running.outcomes])
         if self._world is not None:
             self._world.stop(running.samples)

@@ -52,7 +52,8 @@ class Rig:
         """New training groups, with the ids that come next (None: as many as may be admitted)."""
         room = self.dock.num_admissible()
         ids = list(range(self.next_id, self.next_id + (room if count is None else count)))
-        self.client.admit([(group_id, self.size, "train", {"prompt": prompt_of(group_id)}) for group_id in ids])
+        groups = [(group_id, self.size, "train", {"prompt": prompt_of(group_id)}) for group_id in ids]
+        self.client.admit(groups, [1 + group_id * 7 % 5 for group_id in ids])
         self.next_id += len(ids)
         return ids
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tranship.dock import StageNeeds
 from tranship.dock.controller import Controller
+from tranship.dock.messages import Load
 from tranship.dock.queues import FirstCome
 from tranship.dock.take_policy import POLICIES, Facts, policy_of
 from tranship.types import SampleId, UserError
@@ -22,7 +23,7 @@ from tranship.types import SampleId, UserError
 class NewestFirst(FirstCome):
     """A policy from outside: last in, first out."""
 
-    def pick(self, reader, limit, may_take):
+    def pick(self, reader, limit, may_take, load=None):
         picked = [key for key in list(reversed(self.order()))[:limit] if may_take(key)]
         return picked, False
 
@@ -72,7 +73,7 @@ def test_a_policy_from_outside():
 
 
 def test_a_policy_that_is_not_known_or_does_not_fit_is_refused():
-    with pytest.raises(UserError, match=r"dock\.policies\.s: 'oldest' is not known; use one of: balanced, first_come"):
+    with pytest.raises(UserError, match=r"dock\.policies\.s: 'oldest' is not known; use one of: balanced, dispatch"):
         policy_of(StageNeeds("s", (), policy="oldest"), "dock.policies.s")
     with pytest.raises(UserError, match="'s' takes by row, and the policy balanced gives whole groups: use first_come"):
         policy_of(StageNeeds("s", (), "row", policy="balanced"))
@@ -269,6 +270,100 @@ def test_readers_that_leave_and_groups_that_leave_are_not_counted_any_more():
     assert take(controller, 9, reader="b") == [1]
     assert take(controller, 9, reader="a") == [2]
     assert take(controller, 9, reader="a") == [3] or take(controller, 9, reader="b") == [3]
+
+
+# dispatch
+
+
+def samplers(lengths, readers: int = 2) -> Controller:
+    """Ready groups of one sample each, for some samplers."""
+    return controller_of("dispatch", lengths, readers=readers)
+
+
+def ask(controller: Controller, reader: str, tokens: float = 0.0, speed: float | None = None, slots: int = 8) -> list:
+    keys, _ = controller.pick("train", 1, always, reader, Load(tokens, slots, speed))
+    controller.lend(keys, 1, reader)
+    return keys
+
+
+def test_a_sampler_stops_at_its_share_though_nobody_else_has_asked():
+    controller = samplers([5, 40, 10, 25, 20])
+    assert ask(controller, "a") == [1]
+    assert ask(controller, "a", 40) == [2], "the longest that fits into a half of 100"
+    assert ask(controller, "a", 50) == []
+    assert [ask(controller, "b", left) for left in (0, 25, 45, 50)] == [[3], [4], [0], []]
+
+
+def test_a_fast_sampler_has_a_larger_share_and_a_slow_one_gets_nothing_that_others_end_sooner():
+    controller = samplers([30, 30, 30, 30])
+    assert ask(controller, "slow", 0, 1.0) == [0], "nobody else is known"
+    assert ask(controller, "fast", 0, 10.0) == [1]
+    controller.done(0)
+    assert ask(controller, "slow", 0, 1.0) == []
+    assert [ask(controller, "fast", 30 * count, 10.0) for count in (1, 2)] == [[2], [3]]
+
+
+def test_a_round_goes_before_the_next_one_and_what_came_back_before_all():
+    controller = Controller(StageNeeds("s", ("a",), policy="dispatch"))
+    for group_id, tokens, round_ in ((0, 5, 0), (1, 9, 1), (2, 7, 0), (3, 1, 1)):
+        controller.admit(group_id, 4, "train")
+        controller.tell(group_id, Facts(None, tokens, round_, 4))
+        controller.arrived(group_id)
+    assert controller.ready("train") == [2, 0, 1, 3]
+    controller.lend([3], 1, "a")
+    controller.put_back([3])
+    assert controller.ready("train") == [3, 2, 0, 1]
+
+
+def test_a_dead_sampler_has_no_share_until_its_successor_takes_something():
+    controller = samplers([10] * 6)
+    assert ask(controller, "a") == [0]
+    assert ask(controller, "b") == [1]
+    controller.put_back([1])
+    controller.gone("b")
+    controller.gone("b")
+    assert [ask(controller, "a", 10 * count) for count in (1, 2, 3)] == [[1], [2], [3]]
+    assert ask(controller, "b.1") == [4]
+    assert ask(controller, "a", 40) == []
+    assert ask(controller, "b.1", 10) == [5]
+
+
+def test_what_waits_with_a_busy_sampler_is_better_with_one_that_has_nothing():
+    controller = samplers([30, 20, 10])
+    assert [ask(controller, "a"), ask(controller, "b"), ask(controller, "b", 20)] == [[0], [1], [2]]
+    busy = Load(30.0, 8, 1.0)
+    assert controller.better_elsewhere("b", [2], busy) == [], "a is at work"
+    controller.done(0)
+    assert controller.better_elsewhere("b", [1, 2], busy) == [2], "one for each idle sampler"
+    assert controller.better_elsewhere("a", [1, 2], busy) == [], "they are not a's"
+    assert controller.better_elsewhere("b", [2], Load(10.0, 800, 100.0)) == [], "b is so fast that it stays"
+    add(controller, 7, tokens=5)
+    assert controller.better_elsewhere("b", [2], busy) == [], "something is ready for a"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 4000), min_size=1, max_size=20),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4000), st.sampled_from([None, 0.1, 1.0, 30.0])), max_size=80),
+    st.randoms(use_true_random=False),
+)
+def test_whoever_is_refused_with_nothing_in_hand_will_hear_of_somebody_elses_end(lengths, readers, asks, draw):
+    controller = samplers(lengths, readers)
+    held: dict[str, list] = {}
+    left = len(lengths)
+    for place, tokens, speed in [*asks, *[(i % 4, 0, None) for i in range(400)]]:
+        reader = f"r{place}"
+        mine = held.setdefault(reader, [])
+        if mine and (draw.random() < 0.5 or not tokens):
+            controller.done(mine.pop(draw.randrange(len(mine))))
+            left -= 1
+            continue
+        keys = ask(controller, reader, tokens if mine else 0.0, speed)
+        mine += keys
+        if not keys and not mine and controller.ready("train"):
+            assert any(held[other] for other in held if other != reader), "nobody will ever move on"
+    assert not left, "all is done in the end"
 
 
 # What it costs

@@ -41,7 +41,7 @@ def entries(draw):
     own = draw(st.dictionaries(texts, refs | each, max_size=3))
     shared = draw(st.dictionaries(texts, refs, max_size=2))
     head = (draw(ints), size, draw(kinds), draw(ints))
-    return GroupEntry(*head, shared, samples, own, draw(st.none() | ints))
+    return GroupEntry(*head, shared, samples, own, draw(st.none() | ints), draw(ints))
 
 
 takes = st.builds(
@@ -56,7 +56,7 @@ takes = st.builds(
 )
 token_counts = st.none() | st.lists(ints, max_size=4).map(tuple)
 publishes = st.builds(Publish, texts, refs, rows, columns, st.none() | ints, st.none() | ints, token_counts)
-admissions = st.builds(Admission, ints, counts, kinds, refs, columns, st.none() | ints)
+admissions = st.builds(Admission, ints, counts, kinds, refs, columns, st.none() | ints, ints)
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,7 +164,7 @@ def plain_request(method, arguments, wait_s=0.0):
         plain_request("publish", {"publish": ["me", [1, 1, 64, 8], b"123", ["c"], None, None]}),
         plain_request("publish", {"publish": ["me", [1, 1, -64, 8], b"", ["c"], None, None]}),
         plain_request("publish", {"publish": ["me", [1, 1, 64, 8], bytes(48), ["c"], None, None]}),
-        plain_request("admit", {"groups": [[1, 2, "train", [1, 2, 3, 4], ["c"], None, 7]]}),
+        plain_request("admit", {"groups": [[1, 2, "train", [1, 2, 3, 4], ["c"], None, 1, 7]]}),
         b"\xdd\xff\xff\xff\xff" + b"\x01" * 8,
         b"\x91" * 3000,
     ],

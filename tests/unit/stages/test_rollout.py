@@ -63,6 +63,9 @@ class ScriptedEngine:
         done, self.waiting = self.waiting, []
         return [self._response(*entry) for entry in reversed(done)]
 
+    def peek(self, starts: dict[SampleId, int]) -> list[Response]:
+        return []
+
     def abort(self, samples: list[SampleId] | None = None) -> list[Response]:
         self.waiting = [entry for entry in self.waiting if samples is not None and entry[1] not in samples]
         return []
