@@ -73,7 +73,7 @@ def refused(
         ("data.max_prompt_tokens=3", "exceed 3 tokens"),
         ("placement.runtime=inline placement.layout=fused dock.controllers=[reward]", "one process has one dock; set"),
         ("dock.policies.rewrd=balanced", "dock.policies.rewrd: no stage is called 'rewrd'; those of grpo are: rollout"),
-        ("dock.policies.reward=balancd", "dock.policies.reward: 'balancd' is not known; use one of: balanced, first"),
+        ("dock.policies.reward=balancd", "dock.policies.reward: 'balancd' is not known; use one of: balanced, disp"),
         ("dock.policies.train=ordered", "dock.policies.train=ordered: train takes the batches that the staleness"),
         ("dock.preset=small train.batch_size=4096 rollout.max_response_tokens=500", "set dock.capacity_bytes="),
         ("run.deterministic=true rollout.dtype=bf16", "run.deterministic needs rollout.dtype=fp32, not bf16"),

@@ -102,6 +102,7 @@ def test_bound_0_gives_the_same_weights_in_every_placement(recipe: Recipe, tmp_p
 POLICIES = {
     "oldest": {"rollout": "oldest_first", "reward": "oldest_first", "advantage": "oldest_first"},
     "balanced": {"reward": "balanced", "advantage": "balanced"},
+    "dispatch": {"rollout": "dispatch"},
     "ordered": {"rollout": "ordered", "reward": "ordered", "advantage": "ordered", "validate": "ordered"},
 }
 

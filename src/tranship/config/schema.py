@@ -373,8 +373,8 @@ class DockConfig(Section):
     )
     policies: dict[str, str] = Field(
         default_factory=dict,
-        description="Stage -> entry of the table of take policies (first_come, oldest_first, balanced, ordered), or "
-        "module:name; first_come where a stage is not named.",
+        description="Stage -> entry of the table of take policies (first_come, oldest_first, balanced, ordered, "
+        "dispatch), or module:name; where a stage is not named: dispatch for several samplers, else first_come.",
     )
     preset: Literal["standard", "small"] = Field(
         default="standard", description="What the three keys below are: small is for laptops and small containers."

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tranship.observe import Recorder, StepRecord, ValidationRecord, When
 from tranship.trainer.best import make_best_keeper
 from tranship.trainer.checkpoint import Cut, write_cut
 from tranship.trainer.columns import prompt_columns
+from tranship.trainer.forecast import LengthForecast
 from tranship.trainer.preflight import Report
 from tranship.trainer.supervise import COMMAND_S, Supervisor
 from tranship.trainer.validation import Validation, mean_extra
@@ -59,6 +60,8 @@ class Coordinator:
         self._digest = report.train.digest
         self._data_numbers = {name: float(count) for name, count in report.train.numbers.items()}
         self._val_prompts = report.val.prompts if report.val else []
+        self._forecast = LengthForecast(self._config.rollout.max_response_tokens)
+        self._val_forecast = LengthForecast(self._config.rollout.max_response_tokens)
         self._groups: dict[int, dict[str, Any]] = {}
         self._replaced: list[dict[str, Any]] = []
         self._best = make_best_keeper(run_dir, self._config.checkpoint, _measured_on(report))
@@ -93,7 +96,7 @@ class Coordinator:
         self._processes.publish(self._version)
         self._processes.announce()
         self._profile(self._version + 1)
-        self._dock.admit([self._admission(group_id) for group_id in again])
+        self._admit_groups(again)
         if cut is None and self._is_due("before"):
             self._validate("before")
         elif self._version == self._config.train.steps:
@@ -130,6 +133,8 @@ class Coordinator:
     def _drain(self) -> None:
         for _, event in self._processes.events():
             if event["kind"] == "group":
+                prompt = self._stream.at(event["group_id"]).index
+                self._forecast.observe(prompt, [sample["num_tokens"] for sample in event["samples"]])
                 if self._config.algorithm.dynamic_sampling and event["outcome"] != "train":
                     self._replaced.append(event)
                 else:
@@ -188,8 +193,12 @@ class Coordinator:
         if self._config.observe.profile_steps:
             self._processes.profile(step)
 
-    def _admission(self, group_id: int) -> tuple[int, int, Kind, dict[str, Any]]:
-        return group_id, self._config.group_size, "train", prompt_columns(self._stream.at(group_id))
+    def _admit_groups(self, group_ids: Sequence[int]) -> None:
+        prompts = {group_id: self._stream.at(group_id) for group_id in group_ids}
+        groups: list[tuple[int, int, Kind, dict[str, Any]]] = [
+            (group_id, self._config.group_size, "train", prompt_columns(prompt)) for group_id, prompt in prompts.items()
+        ]
+        self._dock.admit(groups, [self._forecast.expect(prompt.index) for prompt in prompts.values()])
 
     def _admit(self) -> None:
         """As many groups as the bound allows, and the batches that are left still need."""
@@ -197,7 +206,7 @@ class Coordinator:
         left = (self._config.train.steps - status.num_trained) * self._config.groups_per_step - status.num_unconsumed
         room = min(status.num_admissible, left)
         if room > 0:
-            self._dock.admit([self._admission(group_id) for group_id, _ in self._stream.take(room)])
+            self._admit_groups([group_id for group_id, _ in self._stream.take(room)])
 
     def _check_refills(self) -> None:
         """Stop where hardly any prompt has a signal: replacing them would not end."""
@@ -222,6 +231,7 @@ class Coordinator:
             when=when,
             step=self._version,
             decode=self._decode,
+            forecast=self._val_forecast,
         )
 
     def _end_validation(self, record: ValidationRecord) -> None:

@@ -23,6 +23,7 @@ from tranship.observe.jsonl import finite
 from tranship.observe.scores import as_json
 from tranship.runtime import Handle, Runtime, start_runtime
 from tranship.stages import evaluation_table
+from tranship.trainer.forecast import LengthForecast
 from tranship.trainer.placement import place
 from tranship.trainer.preflight import Report, preflight
 from tranship.trainer.processes import runtime_options, start_processes
@@ -163,6 +164,7 @@ def evaluate(prepared: Prepared, progress: Callable[[int, int], None] = lambda d
             when="after",
             step=0,
             decode=lambda ids: decode_response(report.tokenizer, ids),
+            forecast=LengthForecast(config.rollout.max_response_tokens),
         )
         record = _wait(runtime, validation, stop, progress)
         if record is None:

@@ -16,6 +16,7 @@ from tranship.dock.messages import Kind
 from tranship.observe import ValidationRecord, When
 from tranship.observe.scores import PromptScores, by_source, statistics, why_no_majority
 from tranship.trainer.columns import prompt_columns
+from tranship.trainer.forecast import LengthForecast
 from tranship.types import Prompt, reason_class
 from tranship.worker.describe import sample_record
 
@@ -28,7 +29,8 @@ _ROUNDING = 1e-9
 class Validation:
     """One round of validation: admits every held-out prompt under sampling and (if asked) greedy, and gathers scores.
 
-    Group ids are negative and differ from round to round, so that nothing mixes with training.
+    Group ids are negative and differ from round to round, so that nothing mixes with training. forecast: of the lengths
+    of responses to these prompts, by (index, greedy); the round adds to it.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Validation:
         when: When,
         step: int,
         decode: Callable[[np.ndarray], str],
+        forecast: LengthForecast,
     ) -> None:
         self._dock = dock
         self._decode = decode
+        self._forecast = forecast
         self._config = config
         self._when: When = when
         self._step = step
@@ -50,16 +54,17 @@ class Validation:
         self._num_prompts = len(prompts)
         self._records: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         self._greedy: dict[int, bool] = {}
+        self._prompts: dict[int, int] = {}
         first = -1 - step * 2 * len(prompts)
         groups: list[tuple[int, int, Kind, dict[str, Any]]] = []
         for greedy in (False, True) if config.greedy else (False,):
             size = 1 if greedy else config.samples_per_prompt
             for prompt in prompts:
                 group_id = first - len(self._greedy)
-                self._greedy[group_id] = greedy
+                self._greedy[group_id], self._prompts[group_id] = greedy, prompt.index
                 groups.append((group_id, size, "val", prompt_columns(prompt, greedy=greedy)))
         self._waiting = set(self._greedy)
-        dock.admit(groups)
+        dock.admit(groups, [forecast.expect(self._key(group_id)) for group_id, *_ in groups])
 
     @property
     def num_done(self) -> int:
@@ -78,8 +83,9 @@ class Validation:
             if batch is None:
                 break
             for group in batch.groups:
-                for row in group.rows:
-                    self._records[self._greedy[group.group_id]].append(sample_record(batch, row, self._decode))
+                records = [sample_record(batch, row, self._decode) for row in group.rows]
+                self._records[self._greedy[group.group_id]] += records
+                self._forecast.observe(self._key(group.group_id), [record["num_tokens"] for record in records])
                 self._waiting.discard(group.group_id)
             self._dock.ack(batch.lease)
             self._dock.finish_val([group.group_id for group in batch.groups])
@@ -92,6 +98,9 @@ class Validation:
             for greedy in (False, True)
             for record in sorted(self._records[greedy], key=lambda r: (-r["group_id"], r["sample_index"]))
         ]
+
+    def _key(self, group_id: int) -> tuple[int, bool]:
+        return self._prompts[group_id], self._greedy[group_id]
 
     def _record(self) -> ValidationRecord:
         sampled, greedy = self._records[False], self._records[True]

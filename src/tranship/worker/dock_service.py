@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tranship.config import Config
 from tranship.dock import Dock, DockAccess, DockClient, DockProxy, Routes, ServedDock, StageNeeds
-from tranship.dock.take_policy import FIRST_COME, policy_of
+from tranship.dock.take_policy import DISPATCH, FIRST_COME, policy_of
 from tranship.runtime import Context, ServiceProxy
 from tranship.stages import StageSpec
 from tranship.types import UserError
@@ -69,13 +69,19 @@ def stage_needs(config: Config, table: tuple[StageSpec, ...]) -> list[StageNeeds
     check_controllers(config, names)
     needs = []
     for stage in table:
-        policy = policies.get(stage.name, FIRST_COME)
+        readers = config.placement.num_samplers if stage.name in _ON_EVERY_SAMPLER else 1
+        shares_out = stage.name == "rollout" and readers > 1
+        policy = policies.get(stage.name, DISPATCH if shares_out else FIRST_COME)
         if policy == "balanced" and "response" not in stage.reads:
             raise UserError(
                 f"dock.policies.{stage.name}=balanced: {stage.name} takes prompts, whose responses have no length yet: "
-                "use first_come or ordered"
+                "use dispatch, which goes by predicted ones, first_come or ordered"
             )
-        readers = config.placement.num_samplers if stage.name in _ON_EVERY_SAMPLER else 1
+        if policy == DISPATCH and stage.name != "rollout":
+            raise UserError(
+                f"dock.policies.{stage.name}=dispatch: {stage.name} does not say what it has left to do, as samplers "
+                "do: use balanced or first_come"
+            )
         needs.append(StageNeeds(stage.name, stage.reads, policy=policy, readers=readers))
         policy_of(needs[-1], f"dock.policies.{stage.name}")
     return needs

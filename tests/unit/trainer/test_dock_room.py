@@ -11,6 +11,7 @@ import pytest
 
 from tranship.config import Config
 from tranship.config.load import dump, load, loads
+from tranship.config.schema import PlacementConfig
 from tranship.dock import Dock, DockClient, StageNeeds
 from tranship.stages import stage_table
 from tranship.trainer import dock_room
@@ -56,6 +57,13 @@ def test_a_preset_fills_what_the_recipe_leaves_open(tmp_path: Path) -> None:
 # Policies
 
 
+def test_several_samplers_share_out_by_predicted_lengths_and_one_takes_as_it_comes() -> None:
+    assert needs_of()["rollout"].policy == "dispatch"
+    assert needs_of(rollout="first_come")["rollout"].policy == "first_come"
+    alone = config_of().model_copy(update={"placement": PlacementConfig()})
+    assert {one.policy for one in stage_needs(alone, stage_table(alone.algorithm))} == {"first_come"}
+
+
 def test_stages_have_the_policies_of_the_recipe_and_as_many_readers_as_samplers() -> None:
     needs = needs_of(reward="balanced", rollout="ordered")
     assert {name: one.policy for name, one in needs.items()} == {
@@ -72,8 +80,9 @@ def test_stages_have_the_policies_of_the_recipe_and_as_many_readers_as_samplers(
     ("stage", "policy", "said"),
     [
         ("rewards", "ordered", "no stage is called 'rewards'; those of grpo are: rollout, reward, advantage"),
-        ("reward", "orderd", "dock.policies.reward: 'orderd' is not known; use one of: balanced, first_come"),
-        ("rollout", "balanced", "rollout takes prompts, whose responses have no length yet: use first_come"),
+        ("reward", "orderd", "dock.policies.reward: 'orderd' is not known; use one of: balanced, dispatch"),
+        ("rollout", "balanced", "rollout takes prompts, whose responses have no length yet: use dispatch"),
+        ("reward", "dispatch", "reward does not say what it has left to do, as samplers do: use balanced"),
         ("train", "first_come", "train takes the batches that the staleness bound chooses"),
     ],
 )

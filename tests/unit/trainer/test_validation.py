@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tranship.config import ValidationConfig
+from tranship.trainer.forecast import LengthForecast
 from tranship.trainer.validation import Validation, mean_extra, prompt_scores
 from tranship.types import Prompt
 
@@ -73,8 +74,9 @@ class FakeDock:
         self.ready = False
         self.finished: list[int] = []
 
-    def admit(self, groups: list[tuple[int, int, str, dict[str, Any]]]) -> None:
+    def admit(self, groups: list[tuple[int, int, str, dict[str, Any]]], expected_tokens: list[int]) -> None:
         self.admitted += groups
+        self.expected = expected_tokens
 
     def changed_since_last_take(self, stage: str) -> bool:
         return self.ready
@@ -138,13 +140,26 @@ def prompts() -> list[Prompt]:
 def test_a_round_of_validation(prompts: list[Prompt]) -> None:
     dock = FakeDock()
     config = ValidationConfig(samples_per_prompt=4, greedy=True)
-    round_ = Validation(dock, prompts, config, when="during", step=3, decode=lambda _: "text")  # type: ignore[arg-type]
+    forecast = LengthForecast(64)
+    forecast.observe((1, True), [9])
+    round_ = Validation(
+        dock,  # type: ignore[arg-type]
+        prompts,
+        config,
+        when="during",
+        step=3,
+        decode=lambda _: "text",
+        forecast=forecast,
+    )
+    assert dock.expected == [9] * 8, "what is not known is as long as the others"
     assert round_.collect() is None
     assert (round_.num_done, round_.num_groups) == (0, 8)
     dock.ready = True
     record = round_.collect()
     assert record is not None
     assert (round_.num_done, round_.num_groups) == (8, 8)
+    assert forecast.expect((0, False)) == 2
+    assert forecast.expect((1, True)) == round(9 + 0.3 * (2 - 9))
     assert sorted(dock.finished) == sorted(group_id for group_id, *_ in dock.admitted)
     assert record.score == pytest.approx(1 / 3), "three of four samples were scored, one of them right"
     assert record.score_greedy == 1.0
@@ -164,7 +179,15 @@ def test_rounds_do_not_share_group_ids(prompts: list[Prompt]) -> None:
     seen: set[int] = set()
     for step in range(3):
         dock = FakeDock()
-        Validation(dock, prompts, ValidationConfig(), when="during", step=step, decode=str)  # type: ignore[arg-type]
+        Validation(
+            dock,  # type: ignore[arg-type]
+            prompts,
+            ValidationConfig(),
+            when="during",
+            step=step,
+            decode=str,
+            forecast=LengthForecast(64),
+        )
         ids = {group_id for group_id, *_ in dock.admitted}
         assert len(ids) == 8
         assert max(ids) < 0
