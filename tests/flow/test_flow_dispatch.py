@@ -106,7 +106,7 @@ def test_a_successor_is_given_work_only_after_an_update_and_a_probe(
         os.kill(successor["pid"], signal.SIGKILL)
         assert run.end(START_S) == 1, "the next one's log-probs are wrong"
         assert len(run.events("worker_replaced")) == 1
-        assert "probe" in run.output()
+        assert "the sampler's log-probs are not the trainer's" in run.output()
     said = notes_of(notes, successor["pid"])
     assert said[0] == ("update", said[1][1])
     assert said[0][1] >= 1, "it begins with the weights of the run, not with those of its start"

@@ -1,8 +1,8 @@
 """The sample flow: rows of columns between stages that do not know each other.
 
 Payload lies in slabs (`warehouse`, `slab`, `block`), state in a controller per stage (`controller`), which of the ready
-rows a take gives in `take_policy` (`queues`, `balanced`), the bound on staleness in `policy` and `window`, and what
-became of each group in `ledger`. `Dock` is the process that decides; `DockClient` is what a stage holds. Other
+rows a take gives in `take_policy` (`queues`, `balanced`, `dispatch`), the bound on staleness in `policy` and `window`,
+and what became of each group in `ledger`. `Dock` is the process that decides; `DockClient` is what a stage holds. Other
 processes reach a dock through `service` (`wire`, `frames`, `link`), its payload from other nodes through `runs` and
 `remote`; `durable` and `journal` let it outlive its process. A stage's controller may have a process of its own
 (`stage_controller`, `stage_dock`, `loans`), to which `routes` leads clients. Other nodes have warehouses of their own:
