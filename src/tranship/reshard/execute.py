@@ -16,6 +16,7 @@ from tranship.reshard.plan import Bucket, Move
 
 # The tensor behind a storage's name.
 StorageFn = Callable[[str], torch.Tensor]
+_PART_BYTES = 256 << 10
 
 
 def new_buffer(num_bytes: int) -> torch.Tensor:
@@ -74,17 +75,31 @@ def transfer(bucket: Bucket, source: StorageFn, target: StorageFn, buffer: torch
             region = slot.copy_(region)
         padding = bytes(move.offset - end)
         sent.update(padding)
-        sent.update(_bytes(region))
-        place.copy_(region)
         found.update(padding)
-        # Asked for again: a target that hands out copies has not kept what was written.
+        # Asked for again: a target that hands out copies does not keep what is written.
         kept = _place(move, target)
-        found.update(_bytes(kept if _is_stretch(kept) else slot.copy_(kept)))
+        if _is_stretch(place) and _is_stretch(kept):
+            _copy_hashed(_bytes(region), _bytes(place), _bytes(kept), sent, found)
+        else:
+            sent.update(_bytes(region))
+            place.copy_(region)
+            found.update(_bytes(slot.copy_(_place(move, target))))
         end = move.offset + move.num_bytes
     padding = bytes(bucket.num_bytes - end)
     sent.update(padding)
     found.update(padding)
     return sent.hexdigest(), found.hexdigest()
+
+
+def _copy_hashed(
+    region: memoryview, place: memoryview, kept: memoryview, sent: xxhash.xxh3_128, found: xxhash.xxh3_128
+) -> None:
+    """Copy bytes, a part at a time that stays in the processor's cache between the three passes over it."""
+    for start in range(0, len(region), _PART_BYTES):
+        part = slice(start, start + _PART_BYTES)
+        sent.update(region[part])
+        place[part] = region[part]
+        found.update(kept[part])
 
 
 @torch.no_grad()
