@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from secrets import token_bytes
 from typing import Any
 
@@ -33,6 +33,7 @@ UPDATE_S = 600.0
 """So long the others may take to write the weights of an update and to get them ready."""
 _CAUSE_S = 2.0
 """So long after a collective has failed, another rank may still say why."""
+_MOST_WAITING = 16
 
 
 @dataclass(frozen=True)
@@ -261,10 +262,9 @@ class FollowingEngine:
         self._told: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._leader_gone = False
         self._ended = False
-        secret = token_bytes(32)
-        self._listener = Listener((host, 0), authkey=secret)
-        self.door = Door(self._listener.address, secret)
-        threading.Thread(target=self._listen, name="leader", daemon=True).start()
+        self._listener = Listener((host, 0), backlog=_MOST_WAITING)
+        self.door = Door(self._listener.address, token_bytes(32))
+        threading.Thread(target=self._accept, name="door", daemon=True).start()
 
     def poll(self) -> bool:
         """Do what has been said; returns whether anything was done. Raises RankLost if the leader is gone."""
@@ -297,19 +297,36 @@ class FollowingEngine:
         if self._leader is not None:
             self._leader.close()
 
-    def _listen(self) -> None:
-        """Take what the leader says until it is gone."""
+    def _accept(self) -> None:
+        """Open to whoever comes until the leader has come. Each is heard in a thread of its own: a stranger that says
+        nothing holds up nobody."""
         try:
             while self._leader is None:
-                # Who does not know the secret, or hangs up, was not the leader.
-                with suppress(AuthenticationError, EOFError, ConnectionError):
-                    self._leader = self._listener.accept()
+                with suppress(ConnectionError):
+                    guest = self._listener.accept()
+                    threading.Thread(target=self._listen, args=(guest,), name="leader", daemon=True).start()
+        except OSError:
+            self._hear_no_more()
+
+    def _listen(self, guest: Connection) -> None:
+        """Take what the leader says until it is gone; who does not know the secret is sent away."""
+        try:
+            deliver_challenge(guest, self.door.secret)
+            answer_challenge(guest, self.door.secret)
+        except (AuthenticationError, EOFError, OSError, ValueError):
+            guest.close()
+            return
+        self._leader = guest
+        try:
             while True:
-                self._told.append(told.unpack(self._leader.recv_bytes(told.MAX_BYTES), _METHODS))
+                self._told.append(told.unpack(guest.recv_bytes(told.MAX_BYTES), _METHODS))
                 self._wakeup.set()
         except (EOFError, OSError, ValueError):
-            self._leader_gone = True
-            self._wakeup.set()
+            self._hear_no_more()
+
+    def _hear_no_more(self) -> None:
+        self._leader_gone = True
+        self._wakeup.set()
 
     def _do(self, method: str, args: tuple[Any, ...]) -> bool:
         if method == "fill":

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
@@ -240,6 +241,11 @@ def test_a_rank_that_was_never_met_ends_quietly_and_strangers_are_sent_away(lab,
 
     door, _ = rank_host.start(lab.folder(), Share(1, 2), ENGINE_SETTINGS)
     socket.create_connection(door.address).close()
+    with socket.create_connection(door.address) as other_protocol, suppress(ConnectionError):
+        other_protocol.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        while other_protocol.recv(64):
+            pass
+    silent = socket.create_connection(door.address)
     with pytest.raises(AuthenticationError):
         Client(door.address, authkey=b"guess")
     with pytest.raises(RankLost, match="a rank of the rollout engine cannot be reached"):
@@ -247,6 +253,7 @@ def test_a_rank_that_was_never_met_ends_quietly_and_strangers_are_sent_away(lab,
     leader = LeadingEngine(engine, ranks, HOST)
     leader.lead([door])
     leader.close()
+    silent.close()
 
 
 def test_an_update_that_gives_the_others_no_weights_is_a_bug(lab, split):
