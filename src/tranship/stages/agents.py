@@ -124,9 +124,9 @@ class Agents:
 
     @property
     def num_waiting(self) -> int:
-        """Samples that are not ended."""
+        """Samples that are not ended, and of which no turn is with the engine."""
         with self._lock:
-            return len(self._tasks)
+            return sum(task.asked is None for task in self._tasks.values())
 
     def start(self, samples: Sequence[SampleId], prompt: np.ndarray, info: dict[str, Any], sampling: Sampling) -> None:
         """Offer the samples of one group. info: the column prompt_info."""
@@ -150,10 +150,11 @@ class Agents:
         return [], outcomes
 
     def stop(self, samples: Sequence[SampleId]) -> None:
-        """Forget those of the samples that are not ended; their agents are told so when they ask again."""
+        """Forget these samples; the agents of those that are not ended are told so when they ask again."""
         wanted = set(samples)
         with self._lock:
             self._tasks = {key: task for key, task in self._tasks.items() if task.grown.sample not in wanted}
+            self._outcomes = [outcome for outcome in self._outcomes if outcome.response.sample not in wanted]
 
     def close(self) -> None:
         """Forget everything."""

@@ -171,6 +171,20 @@ def test_a_group_that_is_taken_away_is_unknown_and_offered_anew_under_other_name
     assert agents.advance(0) == ([], [])
 
 
+def test_a_reward_for_a_group_that_is_taken_away_is_not_that_of_its_next_beginning(agents: Agents) -> None:
+    assert agents.end(claim(agents), None, "broken")
+    agents.stop([SampleId(4, 0), SampleId(4, 1)])
+    agents.start([SampleId(4, 0), SampleId(4, 1)], PROMPT, INFO, Sampling(40))
+    assert agents.advance(0) == ([], [])
+
+
+def test_a_sample_whose_turn_is_with_the_engine_takes_no_second_place(agents: Agents) -> None:
+    turn = begin(agents, claim(agents), MESSAGES)
+    assert agents.num_waiting == 1
+    agents.drop(turn)
+    assert agents.num_waiting == 2
+
+
 def test_a_report_that_is_repeated_counts_once(agents: Agents) -> None:
     key = claim(agents)
     assert [agents.end(key, None, "broken") for _ in range(2)] == [True, True]
