@@ -63,11 +63,13 @@ def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with None where a number, or one of a dictionary in it, is NaN or infinite: JSON has neither."""
+    """The row with None where a number, or one of a dictionary or list in it, is NaN or infinite: JSON has neither."""
     return {name: _finite_value(value) for name, value in row.items()}
 
 
 def _finite_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return finite(value)
+    if isinstance(value, list):
+        return [_finite_value(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

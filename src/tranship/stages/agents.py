@@ -20,6 +20,7 @@ import numpy as np
 
 from tranship.data.messages import to_messages
 from tranship.data.turns import TurnEncoder
+from tranship.observe.jsonl import finite
 from tranship.rollout import GroupRequest
 from tranship.stages.episodes import Outcome, turn_seed
 from tranship.stages.growing import GrowingSample
@@ -164,7 +165,7 @@ class Agents:
     # The endpoint's thread
 
     def claim(self) -> dict[str, Any] | None:
-        """A sample that waits: its id, and what is known of its prompt; None if there is none."""
+        """A sample that waits: its id, and what is known of its prompt, in JSON's values; None if there is none."""
         with self._lock:
             key = next((key for key, task in self._tasks.items() if not task.claimed), None)
             if key is None:
@@ -172,7 +173,8 @@ class Agents:
             task = self._tasks[key]
             task.claimed, task.since = True, self._clock()
         names = ("messages", "tools", "ground_truth", "data_source", "extra_info")
-        return {"id": key, "group_id": task.grown.sample.group_id, **{name: task.info[name] for name in names}}
+        known = finite({name: task.info[name] for name in names})
+        return {"id": key, "group_id": task.grown.sample.group_id, **known}
 
     def begin(self, key: str, messages: Sequence[Message], cap: int | None) -> AgentTurn | None:
         """The next turn of a sample, for a conversation that continues it; None if the sample is not with an agent.

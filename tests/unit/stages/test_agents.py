@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import numpy as np
@@ -169,6 +171,16 @@ def test_a_group_that_is_taken_away_is_unknown_and_offered_anew_under_other_name
     agents.start([SampleId(4, 0)], PROMPT, INFO, Sampling(40))
     assert claim(agents) != key
     assert agents.advance(0) == ([], [])
+
+
+def test_a_claim_has_null_where_a_number_of_the_prompt_is_none(agents: Agents) -> None:
+    agents.stop([SampleId(4, 0), SampleId(4, 1)])
+    info = INFO | {"ground_truth": math.nan, "extra_info": {"costs": [1.5, math.inf]}}
+    agents.start([SampleId(5, 0)], PROMPT, info, Sampling(40))
+    found = agents.claim()
+    assert found is not None
+    assert json.loads(json.dumps(found, allow_nan=False))["extra_info"] == {"costs": [1.5, None]}
+    assert found["ground_truth"] is None
 
 
 def test_a_reward_for_a_group_that_is_taken_away_is_not_that_of_its_next_beginning(agents: Agents) -> None:
