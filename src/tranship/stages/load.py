@@ -62,7 +62,7 @@ class LoadMeter:
         self.remove(list(self._expected))
 
     def load(self, slots: int) -> Load:
-        """What is left to do. slots: of the engine."""
+        """What is left to do. slots: of the engine; fewer than were said before change nothing."""
         self._slots = max(self._slots, slots)
         tokens = sum(self._left(sample) for sample in self._expected)
         return Load(tokens, self._slots, self._weight / self._seconds if self._seconds else None)

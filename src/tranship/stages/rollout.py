@@ -139,7 +139,9 @@ class RolloutStage:
 
     @property
     def _load(self) -> Load:
-        return self._meter.load(self._engine.num_free + self._engine.num_unfinished)
+        free = self._engine.num_free
+        # Where none is free, some of what is unfinished may wait for a slot.
+        return self._meter.load(free + self._engine.num_unfinished if free else 0)
 
     def _start_groups(self) -> bool:
         if self._engine.policy_version < 0 or self._num_free <= 0:

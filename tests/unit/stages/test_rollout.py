@@ -370,6 +370,15 @@ def test_samples_in_the_world_keep_their_places(bench: Callable[..., Bench]) -> 
     assert len(made.run(4)) == 4
 
 
+def test_samples_that_wait_for_a_slot_make_no_sampler_faster(bench: Callable[..., Bench]) -> None:
+    made = bench(engine=ScriptedEngine(num_slots=2))
+    made.engine.hold = True
+    made.admit(0, 5)
+    made.stage.step()
+    assert made.engine.num_unfinished == 5
+    assert made.stage._load.slots == 2
+
+
 def test_a_lost_group_ends_its_sessions(bench: Callable[..., Bench]) -> None:
     made = bench("Quiz", engine=ScriptedEngine(version=0))
     assert made.pool is not None
