@@ -15,6 +15,8 @@ from tranship.dock.table import GroupTable
 from tranship.types import SampleId, UserError
 
 MAX_ROWS = 1 << 20
+# Steps a second, far beyond any engine; sums of speeds and their products stay finite.
+_MAX_SPEED = 1e12
 
 
 def check_admissions(groups: Sequence[Admission], table: GroupTable, ledger: Ledger, room: int) -> None:
@@ -44,7 +46,7 @@ def check_load(load: Load | None) -> None:
     """ValueError unless what a reader says of itself are numbers that can be reckoned with."""
     if load is None:
         return
-    has_speed = load.speed is None or 0 < load.speed < math.inf
+    has_speed = load.speed is None or 0 < load.speed <= _MAX_SPEED
     if not (has_speed and 0 <= load.tokens < math.inf and 1 <= load.slots < 1 << 32):
         raise ValueError(f"no reader can be as loaded as {load}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import statistics
 import time
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tranship.dock import StageNeeds
+from tranship.dock.checks import check_load
 from tranship.dock.controller import Controller
 from tranship.dock.messages import Load
 from tranship.dock.queues import FirstCome
@@ -339,6 +341,20 @@ def test_what_waits_with_a_busy_sampler_is_better_with_one_that_has_nothing():
     assert controller.better_elsewhere("b", [2], Load(10.0, 800, 100.0)) == [], "b is so fast that it stays"
     add(controller, 7, tokens=5)
     assert controller.better_elsewhere("b", [2], busy) == [], "something is ready for a"
+
+
+@pytest.mark.parametrize("tokens", [-1.0, math.nan, math.inf])
+def test_a_reader_cannot_say_that_so_many_tokens_are_left(tokens):
+    check_load(Load(0.0))
+    with pytest.raises(ValueError, match="no reader can be as loaded as"):
+        check_load(Load(tokens))
+
+
+@pytest.mark.parametrize(("slots", "speed"), [(0, None), (1 << 32, None), (1, 0.0), (1, math.nan), (1, 1.7e308)])
+def test_a_reader_cannot_say_that_it_is_so_fast(slots, speed):
+    check_load(Load(0.0, 1, 1e12))
+    with pytest.raises(ValueError, match="no reader can be as loaded as"):
+        check_load(Load(0.0, slots, speed))
 
 
 @settings(max_examples=200, deadline=None)
