@@ -41,6 +41,8 @@ def parse_tool_calls(text: str) -> list[dict[str, Any]]:
 def _parse_call(body: str) -> dict[str, Any]:
     try:
         call = json.loads(body)
+        # A lone half of a surrogate pair can be written in JSON, and sent nowhere.
+        json.dumps(call, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         return {"error": f"the call is no valid JSON: {error}"}
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tranship.serve.tool_calls import GrowingCalls, check_tools
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+HALF = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'
 
 
 def grown(text: str, cuts: list[int]) -> tuple[str, list[dict[str, Any]]]:
@@ -36,6 +37,7 @@ def grown(text: str, cuts: list[int]) -> tuple[str, list[dict[str, Any]]]:
         ("a <tool_call>{broken", "a <tool_call>{broken", 0),
         (f"{CALL}<tool_call>[]</tool_call>", f"{CALL}<tool_call>[]</tool_call>", 0),
         ("", "", 0),
+        (HALF, HALF, 0),
     ],
 )
 def test_content_and_calls(text: str, content: str, num: int, cuts: list[int]) -> None:
