@@ -18,6 +18,8 @@ from tranship.serve.requests import ChatRequest
 from tranship.types import Response, SampleId, Sampling, UserError
 
 MOST_WAIT_S = 60.0
+MOST_REASON = 8192
+"""Characters of a reason: it is kept with the sample."""
 _TICK_S = 0.05
 _NOBODY = SampleId(-1, -1)
 
@@ -76,7 +78,7 @@ class RewardReport(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     sample: str
     reward: float | None = Field(default=None, allow_inf_nan=False)
-    invalid: str | None = Field(default=None, min_length=1)
+    invalid: str | None = Field(default=None, min_length=1, max_length=MOST_REASON)
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tranship.serve.agents import MOST_REASON, RewardReport
 from tranship.serve.errors import ApiError
 from tranship.serve.requests import ChatRequest, CompletionRequest, parse
 from tranship.types import Sampling
@@ -117,3 +118,11 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         parse(ChatRequest, body)
     assert refused.value.status == 400
+
+
+def test_a_reason_is_of_a_bounded_length() -> None:
+    body = {"sample": "a", "invalid": "x" * MOST_REASON}
+    assert parse(RewardReport, json.dumps(body).encode()).invalid == body["invalid"]
+    with pytest.raises(ApiError, match=f"at most {MOST_REASON} characters") as refused:
+        parse(RewardReport, json.dumps({"sample": "a", "invalid": body["invalid"] + "x"}).encode())
+    assert (refused.value.status, refused.value.param) == (400, "invalid")
