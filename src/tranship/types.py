@@ -14,6 +14,10 @@ class UserError(ValueError):
     """Something that the user gave is wrong. The message names the value and what to do about it."""
 
 
+class NotYet(UserError):
+    """What was asked for cannot be done now, and may be soon: the same may be asked again."""
+
+
 class RunError(RuntimeError):
     """A run cannot go on. The message names the cause: the stage, the process or the samples."""
 

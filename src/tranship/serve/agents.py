@@ -15,7 +15,7 @@ from tranship.serve.answers import Piece
 from tranship.serve.errors import ApiError
 from tranship.serve.prompts import with_text
 from tranship.serve.requests import ChatRequest
-from tranship.types import Response, SampleId, Sampling, UserError
+from tranship.types import NotYet, Response, SampleId, Sampling, UserError
 
 MOST_WAIT_S = 60.0
 MOST_REASON = 8192
@@ -183,6 +183,9 @@ def _check_request(asked: ChatRequest, tools: Sequence[Mapping[str, Any]], sampl
 
 
 def _refused(error: UserError) -> ApiError:
+    if isinstance(error, NotYet):
+        # OpenAI's clients ask again after this status.
+        return ApiError(409, str(error), param="sample", code="sample_busy")
     return ApiError(400, str(error), param="sample", code="sample_refused")
 
 

@@ -24,7 +24,7 @@ from tranship.observe.jsonl import finite
 from tranship.rollout import GroupRequest
 from tranship.stages.episodes import Outcome, turn_seed
 from tranship.stages.growing import GrowingSample
-from tranship.types import Response, SampleId, Sampling, UserError
+from tranship.types import NotYet, Response, SampleId, Sampling, UserError
 
 _MOST_ENDED = 4096
 
@@ -180,7 +180,7 @@ class Agents:
         """The next turn of a sample, for a conversation that continues it; None if the sample is not with an agent.
 
         cap: most tokens of the turn; None: what is left. Raises UserError for another conversation, where no room is
-        left, and while another turn of it is being written.
+        left; NotYet while another turn of it is being written.
         """
         with self._lock:
             task = self._claimed(key)
@@ -263,7 +263,7 @@ class Agents:
         if task is None or not task.claimed:
             return None
         if task.asked is not None:
-            raise UserError(f"a turn of the sample {key} is being written: wait for it")
+            raise NotYet(f"a turn of the sample {key} is being written: ask again when it is there")
         return task
 
     def _continued(self, task: _Task, messages: Sequence[Message]) -> tuple[int, list[Message]]:

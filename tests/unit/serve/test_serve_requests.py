@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tranship.serve.agents import MOST_REASON, RewardReport
+from tranship.serve.agents import MOST_REASON, RewardReport, end
 from tranship.serve.errors import ApiError
 from tranship.serve.requests import ChatRequest, CompletionRequest, parse
-from tranship.types import Sampling
+from tranship.types import NotYet, Sampling, UserError
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 SURROGATE = rb'{"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}'
@@ -126,3 +126,16 @@ def test_a_reason_is_of_a_bounded_length() -> None:
     with pytest.raises(ApiError, match=f"at most {MOST_REASON} characters") as refused:
         parse(RewardReport, json.dumps({"sample": "a", "invalid": body["invalid"] + "x"}).encode())
     assert (refused.value.status, refused.value.param) == (400, "invalid")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"), [(NotYet("later"), 409, "sample_busy"), (UserError("no"), 400, "sample_refused")]
+)
+def test_a_turn_under_way_is_a_status_after_which_clients_ask_again(error: UserError, status: int, code: str) -> None:
+    class Samples:
+        def end(self, *_: Any) -> bool:
+            raise error
+
+    with pytest.raises(ApiError, match=str(error)) as refused:
+        end(Samples(), RewardReport(sample="a", reward=1.0))  # type: ignore[arg-type]
+    assert (refused.value.status, refused.value.code) == (status, code)

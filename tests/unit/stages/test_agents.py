@@ -13,7 +13,7 @@ from tranship.data.turns import TurnEncoder
 from tranship.models.tiny import make_tokenizer
 from tranship.stages.agents import Agents, AgentTurn
 from tranship.stages.episodes import turn_seed
-from tranship.types import Response, SampleId, Sampling, UserError
+from tranship.types import NotYet, Response, SampleId, Sampling, UserError
 
 TOKENIZER = make_tokenizer(600)
 IM_END = 2
@@ -136,7 +136,7 @@ def test_what_has_no_room_no_turn_or_a_turn_under_way(agents: Agents) -> None:
         agents.end(key, 1.0, None)
     turn = begin(agents, key, MESSAGES)
     for ask in (lambda: agents.begin(key, MESSAGES, None), lambda: agents.end(key, 1.0, None)):
-        with pytest.raises(UserError, match="is being written"):
+        with pytest.raises(NotYet, match="is being written"):
             ask()
     said = answer(agents, turn, [*range(50, 148), IM_END], "long")
     with pytest.raises(UserError, match="max_response_tokens 100 no turn follows"):
