@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from sortedcontainers import SortedList
-
 from tranship.dock.messages import Load, StageNeeds
 from tranship.dock.take_policy import Facts, Key, key_of
-from tranship.types import UserError
+from tranship.dock.whole_groups import WholeGroups
 
 
-class Balanced:
+class Balanced(WholeGroups):
     """Whole groups, so that readers have equally many tokens: the longest first, then what fits into a fair share.
 
     Of n ready groups with S tokens, and O tokens that readers have and did not acknowledge, the share of each of R
@@ -41,38 +39,18 @@ class Balanced:
     with a group that is no shorter than the one that is left.
     """
 
-    uses_facts: ClassVar[bool] = True
+    name: ClassVar[str] = "balanced"
 
     def __init__(self, needs: StageNeeds) -> None:
-        if needs.unit != "group":
-            raise UserError(
-                f"stage {needs.name!r} takes by {needs.unit}, and the policy balanced gives whole groups: "
-                "use first_come"
-            )
-        self._expected = needs.readers
-        # Of groups of one length the last one in the list is the one that came first.
-        self._order: SortedList = SortedList()  # (tokens, arrival, key)
-        self._entries: dict[Key, tuple[int, int, Key]] = {}
-        self._ready_tokens = 0
-        self._first = self._last = 0
-        self._lent: dict[Key, tuple[str, int]] = {}
+        super().__init__(needs)
+        # Entries are (tokens, arrival, key): of groups of one length the last one is the one that came first.
         self._held: dict[str, list[int]] = {}  # Reader -> groups and tokens that it has.
         self._held_tokens = 0
-
-    def admitted(self, key: Key) -> None:
-        """Nothing to do: only ready keys are queued."""
 
     def ready(self, key: Key, facts: Facts) -> None:
         """To its place by length, behind those of its length."""
         self._last -= 1
         self._add((facts.tokens, self._last, key))
-
-    def changed(self, key: Key, facts: Facts) -> None:
-        """To its place by another length."""
-        tokens, arrival, _ = self._entries[key]
-        if tokens != facts.tokens:
-            self._remove(key)
-            self._add((facts.tokens, arrival, key))
 
     def pick(
         self, reader: str, limit: int, may_take: Callable[[Key], bool], load: Load | None = None
@@ -114,7 +92,7 @@ class Balanced:
 
     def lent(self, key: Key, reader: str) -> None:
         """From what is ready to what the reader has."""
-        self._lend(key, reader, self._remove(key))
+        self._lend(key, reader, self._remove(key)[0])
 
     def _lend(self, key: Key, reader: str, tokens: int) -> None:
         self._lent[key] = (reader, tokens)
@@ -128,13 +106,6 @@ class Balanced:
         self._give_back(key)
         self._first += 1
         self._add((facts.tokens, self._first, key))
-
-    def ended(self, key: Key) -> None:
-        """Out of the queue, or no longer with its reader."""
-        if key in self._lent:
-            self._give_back(key)
-        elif key in self._entries:
-            self._remove(key)
 
     def gone(self, reader: str) -> None:
         """Nothing to do: what it had is back."""
@@ -171,16 +142,11 @@ class Balanced:
         place = self._order.bisect_left((most + 1,))
         return self._order[place - 1] if place else None
 
-    def _add(self, entry: tuple[int, int, Key]) -> None:
-        self._entries[entry[2]] = entry
-        self._order.add(entry)
-        self._ready_tokens += entry[0]
-
-    def _remove(self, key: Key) -> int:
-        entry = self._entries.pop(key)
-        self._order.remove(entry)
-        self._ready_tokens -= entry[0]
+    def _tokens(self, entry: tuple[int, int, Key]) -> int:
         return entry[0]
+
+    def _with_tokens(self, entry: tuple[int, int, Key], tokens: int) -> tuple[int, int, Key]:
+        return (tokens, *entry[1:])
 
     def _give_back(self, key: Key) -> None:
         reader, tokens = self._lent.pop(key)

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
 
-from sortedcontainers import SortedList
-
 from tranship.dock.messages import Load, StageNeeds
-from tranship.dock.take_policy import Facts, Key, key_of
-from tranship.types import UserError
+from tranship.dock.take_policy import DISPATCH, Facts, Key, key_of
+from tranship.dock.whole_groups import WholeGroups
 
 _Entry = tuple[int, int, int, int, Key]  # (round, -tokens, arrival, samples, key)
 _AGAIN = -1
@@ -42,7 +40,7 @@ class _Pace(NamedTuple):
         return (self.left + tokens) / self.tokens + path / self.steps
 
 
-class Dispatch:
+class Dispatch(WholeGroups):
     """Whole groups, the longest predicted first within each round of admissions; what comes back goes before all.
 
     A group goes to a reader that asks for it if
@@ -62,36 +60,16 @@ class Dispatch:
     something, less what they finished since.
     """
 
-    uses_facts: ClassVar[bool] = True
+    name: ClassVar[str] = DISPATCH
 
     def __init__(self, needs: StageNeeds) -> None:
-        if needs.unit != "group":
-            raise UserError(
-                f"stage {needs.name!r} takes by {needs.unit}, and the policy dispatch gives whole groups: "
-                "use first_come"
-            )
-        self._expected = needs.readers
-        self._order: SortedList = SortedList()
-        self._entries: dict[Key, _Entry] = {}
-        self._ready_tokens = 0
-        self._first = self._last = 0
-        self._lent: dict[Key, tuple[str, float]] = {}  # Its reader, and the tokens of one sample.
-        self._readers: dict[str, _Reader] = {}
-
-    def admitted(self, key: Key) -> None:
-        """Nothing to do: only ready keys are queued."""
+        super().__init__(needs)
+        self._readers: dict[str, _Reader] = {}  # What is lent: its reader, and the tokens of one sample.
 
     def ready(self, key: Key, facts: Facts) -> None:
         """To its place by length, behind those of its round and length."""
         self._last += 1
         self._add((facts.round, -facts.tokens, self._last, facts.samples, key))
-
-    def changed(self, key: Key, facts: Facts) -> None:
-        """To its place by another length."""
-        round_, tokens, arrival, samples, _ = self._entries[key]
-        if -tokens != facts.tokens:
-            self._remove(key)
-            self._add((round_, -facts.tokens, arrival, samples, key))
 
     def pick(
         self, reader: str, limit: int, may_take: Callable[[Key], bool], load: Load | None = None
@@ -145,13 +123,6 @@ class Dispatch:
         self._give_back(key)
         self._first -= 1
         self._add((_AGAIN, -facts.tokens, self._first, facts.samples, key))
-
-    def ended(self, key: Key) -> None:
-        """Out of the queue, or no longer with its reader."""
-        if key in self._lent:
-            self._give_back(key)
-        elif key in self._entries:
-            self._remove(key)
 
     def gone(self, reader: str) -> None:
         """One reader fewer, until another one takes something."""
@@ -224,16 +195,11 @@ class Dispatch:
         if believed > load.tokens:
             me.left = {key: tokens * load.tokens / believed for key, tokens in me.left.items()}
 
-    def _add(self, entry: _Entry) -> None:
-        self._entries[entry[4]] = entry
-        self._order.add(entry)
-        self._ready_tokens -= entry[1]
+    def _tokens(self, entry: _Entry) -> int:
+        return -entry[1]
 
-    def _remove(self, key: Key) -> _Entry:
-        entry = self._entries.pop(key)
-        self._order.remove(entry)
-        self._ready_tokens += entry[1]
-        return entry
+    def _with_tokens(self, entry: _Entry, tokens: int) -> _Entry:
+        return entry[0], -tokens, *entry[2:]
 
     def _give_back(self, key: Key) -> None:
         reader, _ = self._lent.pop(key)

@@ -150,3 +150,21 @@ def one_thread():
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory):
     return Lab(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def prefilled(monkeypatch):
+    """Watches an engine: the numbers of tokens of each chunk that it prefills."""
+
+    def watch(engine):
+        sizes = []
+        plain = engine._model.prefill
+
+        def prefill(chunks):
+            sizes.extend(len(chunk.token_ids) for chunk in chunks)
+            return plain(chunks)
+
+        monkeypatch.setattr(engine._model, "prefill", prefill)
+        return sizes
+
+    return watch

@@ -5,7 +5,7 @@ A slot is a row of `Slots` (what the sample is) and the same row of the table of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,7 +24,11 @@ from tranship.rollout.native.stop_strings import Decode, text_ended
 from tranship.types import Response, SampleId
 
 PREFILL_TOKENS = 2048
-"""Chunks are packed into one prefill until they have so many tokens (a longer chunk runs alone)."""
+"""Chunks are packed into one prefill until they have so many tokens; a longer one runs in parts of so many."""
+
+
+# Of a chunk: the final hidden state of its last token [H], and what the cache keeps, for each layer [sides, G, L, D].
+_Prefilled = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 class Batch:
@@ -124,18 +128,43 @@ class Batch:
     def _prefill_prompts(self, groups: Sequence[Group]) -> None:
         """Fill in the prompt state of these groups where it is missing."""
         missing = list({id(group): group for group in groups if group.prompt is None}.values())
-        limit = 1 if self._deterministic else PREFILL_TOKENS
         chunks = [self._finished.take(group.prompt_ids) for group in missing]
+        for batch, made in self._prefill(chunks, 1 if self._deterministic else PREFILL_TOKENS):
+            logits = self._model.logits(torch.stack([hidden_H for hidden_H, _ in made]))
+            for index, (_, new), row in zip(batch, made, logits, strict=True):
+                past = chunks[index].past
+                stored = self._prompts.add(new if past is None else _joined(past, new))
+                missing[index].prompt = PromptState(stored, row)
+
+    def _prefill(self, chunks: Sequence[Chunk], limit: int) -> Iterator[tuple[list[int], list[_Prefilled]]]:
+        """Compute chunks, as many at once as have `limit` tokens together: their indices, and what was made of them. A
+        chunk that is too long runs in parts."""
         for batch in _batches([len(chunk.token_ids) for chunk in chunks], limit):
-            chosen = [(missing[index], chunks[index]) for index in batch]
-            hidden, kept = self._model.prefill([chunk for _, chunk in chosen])
-            stops = np.cumsum([len(chunk.token_ids) for _, chunk in chosen])
-            logits = self._model.logits(hidden[self._tensor(stops - 1)])
-            for row, ((group, chunk), stop) in enumerate(zip(chosen, stops, strict=True)):
-                tokens = slice(int(stop) - len(chunk.token_ids), int(stop))
-                new = [_by_head(layer[tokens], self._num_kv_heads) for layer in kept]
-                stored = self._prompts.add(new if chunk.past is None else _joined(chunk.past, new))
-                group.prompt = PromptState(stored, logits[row])
+            together = [chunks[index] for index in batch]
+            if len(together[0].token_ids) > PREFILL_TOKENS:
+                yield batch, [self._prefill_in_parts(together[0])]
+            else:
+                yield batch, self._prefill_at_once(together)
+
+    def _prefill_at_once(self, chunks: Sequence[Chunk]) -> list[_Prefilled]:
+        hidden_NH, kept = self._model.prefill(chunks)
+        made = []
+        at = 0
+        for chunk in chunks:
+            tokens = slice(at, at + len(chunk.token_ids))
+            layers = [_by_head(layer[tokens], self._num_kv_heads) for layer in kept]
+            made.append((hidden_NH[tokens.stop - 1], layers))
+            at = tokens.stop
+        return made
+
+    def _prefill_in_parts(self, chunk: Chunk) -> _Prefilled:
+        hidden_H, kept, past = torch.empty(0), [], chunk.past
+        for start in range(0, len(chunk.token_ids), PREFILL_TOKENS):
+            part = Chunk(chunk.token_ids[start : start + PREFILL_TOKENS], chunk.start + start, past)
+            ((hidden_H, new),) = self._prefill_at_once([part])
+            kept = _joined(kept, new) if kept else new
+            past = _joined(chunk.past, kept) if chunk.past is not None else kept
+        return hidden_H, kept
 
     def _hold_prompt(self, slot: int, row: PromptRow | None) -> None:
         """Give a slot its prompt, or none, with nothing of its response in the cache.
@@ -169,28 +198,23 @@ class Batch:
         slots = self.slots
         prompts = [slots.groups[slot].prompt for slot in rows]
         logits = torch.stack([prompt.logits for prompt in prompts if prompt is not None])
-        return self._draw(rows, logits, policy_version)
+        return self._append(rows, logits, policy_version)
 
     def _prefill_partials(self, rows: np.ndarray) -> None:
         """Fill the cache of interrupted samples, up to the token before their last."""
         slots = self.slots
-        sizes = slots.length[rows] - 1
-        for batch in _batches(sizes.tolist(), PREFILL_TOKENS):
-            chosen = [int(rows[index]) for index in batch]
-            chunks = []
-            for slot in chosen:
-                prompt = slots.prompts[slot]
-                assert prompt is not None, "the prompt was not prefilled"
-                tokens = slots.tokens[slot, : slots.length[slot] - 1]
-                chunks.append(Chunk(tokens, prompt.length, self._prompts.read(prompt)))
-            _, kept = self._model.prefill(chunks)
-            at = 0
-            for slot, chunk in zip(chosen, chunks, strict=True):
-                tokens = slice(at, at + len(chunk.token_ids))
+        chunks = []
+        for slot in rows:
+            prompt = slots.prompts[slot]
+            assert prompt is not None, "the prompt was not prefilled"
+            tokens = slots.tokens[slot, : slots.length[slot] - 1]
+            chunks.append(Chunk(tokens, prompt.length, self._prompts.read(prompt)))
+        for batch, made in self._prefill(chunks, PREFILL_TOKENS):
+            for index, (_, kept) in zip(batch, made, strict=True):
+                slot = int(rows[index])
                 for layer, kv in enumerate(kept):
-                    self._responses.write(layer, slot, _by_head(kv[tokens], self._num_kv_heads))
-                slots.cached[slot] = len(chunk.token_ids)
-                at = tokens.stop
+                    self._responses.write(layer, slot, kv)
+                slots.cached[slot] = len(chunks[index].token_ids)
 
     def decode(self, policy_version: int) -> np.ndarray:
         """Run one token of every slot; returns the slots that got a new one (the others replay what they had)."""
@@ -206,9 +230,9 @@ class Batch:
             return grown
         if len(grown) < len(rows):
             logits = logits[self._tensor(grown)]
-        return self._draw(grown, logits, policy_version)
+        return self._append(grown, logits, policy_version)
 
-    def _drawn(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The next tokens of these slots and their log-probs. Of several ranks the first draws for all."""
         if self._ranks is None:
             return draw(logits, self.slots.sampling(rows), self._kernels)
@@ -232,9 +256,9 @@ class Batch:
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _draw(self, rows: np.ndarray, logits_NV: torch.Tensor, policy_version: int) -> np.ndarray:
+    def _append(self, rows: np.ndarray, logits_NV: torch.Tensor, policy_version: int) -> np.ndarray:
         """Add one token to each of these slots; returns them without those that are broken (not finite)."""
-        tokens, logprobs = self._drawn(logits_NV, rows)
+        tokens, logprobs = self._draw(logits_NV, rows)
         good = np.isfinite(logprobs)
         self._broken += [self.slots.names[slot] for slot in rows[~good]]
         self.slots.append(rows[good], tokens[good], logprobs[good], policy_version)

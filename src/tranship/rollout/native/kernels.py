@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +103,6 @@ class StepArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("layers", "storages")),
         *((name, ctypes.c_int64) for name in ("num_layers", "rows", "hidden", "mlp", "vocab")),
         ("eps", ctypes.c_float),
-        ("threads", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in ("norm", "head")),
         *((name, ctypes.c_void_p) for name in ("x", "normed", "heads", "attended", "gated", "logits")),
     ]
@@ -128,12 +128,15 @@ class Kernels:
         self._step.argtypes = [ctypes.POINTER(StepArguments)]
         for function in (self._attend, self._norm, self._draw, self._product, self._pack, self._step):
             function.restype = None
+        self._set_threads = functions.omp_set_num_threads
+        self._set_threads.argtypes = [single]
+        self._set_threads.restype = None
         functions.tranship_has_bf16.restype = single
         self._dtypes = (torch.float32, torch.bfloat16) if functions.tranship_has_bf16() else (torch.float32,)
 
     def attend(self, arguments: AttendArguments) -> None:
         """Keep the new tokens' keys and values, and write what the queries attend to."""
-        self._attend(arguments)
+        self._run(self._attend, arguments)
 
     def has_product(self, weight_OI: torch.Tensor) -> bool:
         """Whether this processor has a fast product for such a weight."""
@@ -141,19 +144,20 @@ class Kernels:
 
     def pack(self, weight_OI: torch.Tensor, gate: bool) -> torch.Tensor:
         """float32 [.]: a copy of the weight in the order that `product` reads. gate: of a gate and what it gates."""
+        weight_OI = weight_OI.contiguous()
         columns, words = weight_OI.shape[0], weight_OI.shape[1] * weight_OI.element_size() // 4
         panels = -(-columns // 2 // LANES) if gate else -(-columns // (2 * LANES))
         packed = torch.empty(panels * 2 * LANES * words, dtype=torch.float32)
-        self._pack(weight_OI.contiguous().data_ptr(), columns, words, gate, packed.data_ptr())
+        self._run(self._pack, weight_OI.data_ptr(), columns, words, gate, packed.data_ptr())
         return packed
 
     def product(self, arguments: ProductArguments) -> None:
         """Write the product."""
-        self._product(arguments)
+        self._run(self._product, arguments)
 
     def step(self, arguments: StepArguments) -> None:
         """Write the logits; keep the new tokens' keys and values."""
-        self._step(arguments)
+        self._run(self._step, arguments)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """x [N, ..., D] over its root mean square of the last dimension, times weight ([..., D] without N); all but the
@@ -163,7 +167,8 @@ class Kernels:
         assert weight is None or weight.is_contiguous(), weight
         assert weight is None or weight.dtype == x.dtype, weight
         out = torch.empty(x.shape, dtype=x.dtype)
-        self._norm(
+        self._run(
+            self._norm,
             x.data_ptr(),
             None if weight is None else weight.data_ptr(),
             x.shape[0],
@@ -187,7 +192,8 @@ class Kernels:
         temperatures = np.ascontiguousarray(temperature_N, np.float32)
         uniforms = np.ascontiguousarray(uniform_N, np.float64)
         tokens, logprobs = np.empty(count, np.int64), np.empty(count, np.float32)
-        self._draw(
+        self._run(
+            self._draw,
             logits_NV.data_ptr(),
             count,
             logits_NV.shape[1],
@@ -197,6 +203,11 @@ class Kernels:
             logprobs.ctypes.data,
         )
         return tokens, logprobs
+
+    def _run(self, function: Any, *arguments: Any) -> None:
+        """With as many threads as torch would use: it may have brought an OpenMP of its own."""
+        self._set_threads(torch.get_num_threads())
+        function(*arguments)
 
 
 def kernels_for(device: torch.device, dim: int) -> Kernels | None:

@@ -20,10 +20,9 @@ from secrets import token_bytes
 from typing import Any
 
 import numpy as np
-import torch
 
-from tranship.layouts import Piece
-from tranship.rollout.engine import GroupRequest, RankLost, SamplesFailed
+from tranship.rollout.around import EngineAround
+from tranship.rollout.engine import GroupRequest, RankLost, RolloutEngine, SamplesFailed
 from tranship.rollout.native import told
 from tranship.rollout.native.engine import NativeEngine
 from tranship.rollout.native.ranks import Ranks
@@ -66,7 +65,7 @@ _METHODS = {
 }
 
 
-class LeadingEngine:
+class LeadingEngine(EngineAround):
     """`RolloutEngine` of several ranks, as the first of them. `lead` must come before anything else.
 
     engine: the first rank's. host: the address of this process for the others. The engine's `pieces` and `storage` are
@@ -76,13 +75,12 @@ class LeadingEngine:
     """
 
     def __init__(self, engine: NativeEngine, ranks: Ranks, host: str) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._ranks = ranks
         self._host = host
         self._others: list[Connection] = []
         self._error: RunError | None = None
         self._filled = False
-        self.capabilities = engine.capabilities
 
     def lead(self, doors: Sequence[Door]) -> None:
         """Meet the other ranks, given in their order."""
@@ -111,18 +109,6 @@ class LeadingEngine:
         for other in self._others:
             other.close()
 
-    @property
-    def policy_version(self) -> int:
-        return self._engine.policy_version
-
-    @property
-    def num_unfinished(self) -> int:
-        return self._engine.num_unfinished
-
-    @property
-    def num_free(self) -> int:
-        return self._engine.num_free
-
     def submit(self, request: GroupRequest) -> None:
         """See `RolloutEngine.submit`. What is refused here never reaches the others."""
         self._engine.submit(request)
@@ -135,19 +121,10 @@ class LeadingEngine:
             self._tell("step", *state_of(self._engine))
         return self._do(self._engine.step)
 
-    def peek(self, starts: Mapping[SampleId, int]) -> list[Response]:
-        return self._engine.peek(starts)
-
     def abort(self, samples: Sequence[SampleId] | None = None) -> list[Response]:
         """See `RolloutEngine.abort`. That a rank is gone is raised by the next step."""
         self._tell_if_possible("abort", samples)
         return self._engine.abort(samples)
-
-    def pieces(self) -> list[Piece]:
-        return self._engine.pieces()
-
-    def storage(self, name: str) -> torch.Tensor:
-        return self._engine.storage(name)
 
     def begin_update(self) -> None:
         self._tell("begin_update")
@@ -358,7 +335,7 @@ class FollowingEngine:
                 self._leader.send_bytes(told.pack(words.kind, words.text))
 
 
-def state_of(engine: NativeEngine) -> tuple[int, int, int]:
+def state_of(engine: RolloutEngine) -> tuple[int, int, int]:
     """What must be the same on every rank before a step: samples unfinished, places free, policy version."""
     return engine.num_unfinished, engine.num_free, engine.policy_version
 

@@ -63,7 +63,6 @@ class CompiledStep:
             mlp=shape.mlp,
             vocab=shape.vocab,
             eps=shape.norm_eps,
-            threads=torch.get_num_threads(),
             norm=_address(self._norm.weight),
             head=self._head.weight.data_ptr(),
             x=x_NH.data_ptr(),

@@ -12,24 +12,6 @@ from tranship.types import SampleId
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
-@pytest.fixture
-def prefilled(monkeypatch):
-    """Watches an engine: the numbers of tokens of each chunk that it prefills."""
-
-    def watch(engine):
-        sizes = []
-        plain = engine._model.prefill
-
-        def prefill(chunks):
-            sizes.extend(len(chunk.token_ids) for chunk in chunks)
-            return plain(chunks)
-
-        monkeypatch.setattr(engine._model, "prefill", prefill)
-        return sizes
-
-    return watch
-
-
 def going_on(request):
     return replace(request, goes_on=True)
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tranship.layouts import Layout
 from tranship.reshard import WeightSource, make_plan
-from tranship.rollout.native import load_folder
+from tranship.rollout.native import batch, load_folder
 from tranship.rollout.native.mlp import Router
 from tranship.rollout.native.shape import ExpertShape, read_shape
 from tranship.train.pieces import model_pieces, routing_buffers
@@ -46,11 +46,16 @@ def test_settings_of_a_family_equal_a_plain_forward(lab, family, config):
         assert np.abs(lab.reference(folder, sequence, response.token_ids) - response.logprobs).max() <= 1e-4
 
 
-@pytest.mark.parametrize("family", NEW_FAMILIES)
-def test_shared_prompts_interruptions_and_mixed_batches_equal_a_plain_forward(lab, family):
+@pytest.mark.parametrize(("family", "most"), [(f, 2048) for f in NEW_FAMILIES] + [(f, 8) for f in FAMILIES])
+def test_shared_prompts_interruptions_and_mixed_batches_equal_a_plain_forward(
+    lab, prefilled, monkeypatch, family, most
+):
+    """most: tokens of a prefill; a longer prompt, and a longer partial response, run in parts."""
+    monkeypatch.setattr(batch, "PREFILL_TOKENS", most)
     folder = lab.folder(family, tied=False)
     prompts = {group: lab.prompt(group, length) for group, length in enumerate((40, 3, 77))}
     engine = lab.engine(folder, max_running=7)
+    sizes = prefilled(engine)
     for group, prompt in prompts.items():
         engine.submit(lab.group(group, prompt, 4, max_response_tokens=40))
     for _ in range(15):
@@ -60,6 +65,7 @@ def test_shared_prompts_interruptions_and_mixed_batches_equal_a_plain_forward(la
     request = lab.group(0, prompts[0], 2, partials=stopped, first=1, max_response_tokens=40)
     done = lab.run(engine, request)
     assert len(done) == 12
+    assert max(sizes) == min(77, most)
     for sample, response in done.items():
         wanted = lab.reference(folder, prompts[sample.group_id], response.token_ids)
         assert np.abs(wanted - response.logprobs).max() <= 1e-4

@@ -1,5 +1,6 @@
 """Compiled kernels: the same numbers as torch, whatever the shape; torch where they cannot be built."""
 
+import ctypes
 import logging
 import os
 import shutil
@@ -61,6 +62,19 @@ def test_a_product_is_the_plain_one(kernels, dtype, rows, inner, columns):
     assert torch.equal(linear(x)[-1:], linear(x[-1:]))
     # Rows that lie apart.
     assert torch.equal(linear(torch.cat([x, x], 1)[:, :inner]), linear(x))
+
+
+def test_a_weight_may_lie_in_any_way(kernels):
+    weight = drawn(2000, 1000)
+    assert torch.equal(kernels.pack(weight.t(), False), kernels.pack(weight.t().contiguous(), False))
+
+
+def test_as_many_threads_as_torch_would_use(kernels, monkeypatch):
+    library = ctypes.CDLL(str(build()))
+    for count in (1, 3, torch.get_num_threads()):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        kernels.norm(drawn(2, 16), None, 1e-5)
+        assert library.omp_get_max_threads() == count
 
 
 @pytest.mark.parametrize("dtype", GAPS)

@@ -29,16 +29,9 @@ def test_a_group_larger_than_the_slots_runs_in_full(lab):
     assert engine.num_free == 3
 
 
-def test_a_prompt_is_prefilled_once_for_its_group(lab, monkeypatch):
+def test_a_prompt_is_prefilled_once_for_its_group(lab, prefilled):
     engine = lab.engine(max_running=3)
-    seen = []
-    prefill = engine._model.prefill
-
-    def counting(chunks):
-        seen.extend(len(chunk.token_ids) for chunk in chunks)
-        return prefill(chunks)
-
-    monkeypatch.setattr(engine._model, "prefill", counting)
+    seen = prefilled(engine)
     lab.run(engine, lab.group(0, lab.prompt(1, 11), count=8), lab.group(1, lab.prompt(2, 13), count=2))
     assert sorted(seen) == [11, 13]
 

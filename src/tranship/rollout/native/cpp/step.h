@@ -24,7 +24,6 @@ struct Step {
   const int64_t* storages;
   int64_t num_layers, rows, hidden, mlp, vocab;
   float eps;
-  int32_t threads;
   const void *norm, *head;
   void *x, *normed, *heads, *attended, *gated, *logits;
 };
@@ -125,9 +124,9 @@ template <class T>
 void step(const Step& s) {
   std::vector<std::atomic<int64_t>> next(s.num_layers);
   Meeting meeting;
-#pragma omp parallel num_threads(s.threads)
+#pragma omp parallel
   {
-    const int64_t threads = omp_get_num_threads();  // may be fewer than asked for
+    const int64_t threads = omp_get_num_threads();
 #pragma omp single
     meeting.expect(threads);
     Worker<T>(s, meeting, next.data(), omp_get_thread_num(), threads).run();
