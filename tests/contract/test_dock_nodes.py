@@ -242,7 +242,6 @@ def test_a_node_has_a_budget_of_its_own_and_a_put_beyond_it_waits_and_is_refused
     rig = Rig(tmp_path, capacity_bytes=2 << 16)
     keeper = keeper_of(rig)
     there = rig.connect("sampler", THERE)
-    there._wait_s = there._writer._wait_s = 0.5
     rig.admit()
     rows = there.take("rollout", max_groups=4)
     assert rows is not None
@@ -252,6 +251,7 @@ def test_a_node_has_a_budget_of_its_own_and_a_put_beyond_it_waits_and_is_refused
         with pytest.raises(Exception, match=r"dock\.capacity_bytes is 131072"):
             there.put(some, {"response": [np.zeros(20000, np.int32)] * SIZE}, rows.lease, 0)
     there.put(first, big, rows.lease, 0)
+    there._wait_s = there._writer._wait_s = 0.5
     with pytest.raises(Exception, match=r"waited \d\.\d s for room .* on node node-b"):
         there.put(second, big, rows.lease, 0)
     keeper.close()

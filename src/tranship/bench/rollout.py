@@ -241,7 +241,7 @@ def _add_missing(report: Report, names: Sequence[str]) -> None:
     """Say which figures with a bar the workloads that ran do not have."""
     for name in BARS:
         if name not in report.rounds and ("bf16" if name.endswith("_bf16") else "fp32") in names:
-            report.add_missing(name, "the other side, or a round of it, is not there")
+            report.add_missing(name, "the other side did not run, or failed in a round")
 
 
 def _print_case(name: str, case: Case, done: Sequence[Round], terminal: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from sortedcontainers import SortedList
@@ -11,7 +12,7 @@ from tranship.dock.take_policy import Facts, Key
 from tranship.types import UserError
 
 
-class WholeGroups:
+class WholeGroups(ABC):
     """Entries are tuples that end with their key; their order is that of the tuples. name: of the policy."""
 
     uses_facts: ClassVar[bool] = True
@@ -30,7 +31,7 @@ class WholeGroups:
         self._first = self._last = 0
         self._lent: dict[Key, Any] = {}
 
-    def admitted(self, key: Key) -> None:
+    def admitted(self, key: Key) -> None:  # noqa: B027
         """Nothing to do: only ready keys are queued."""
 
     def changed(self, key: Key, facts: Facts) -> None:
@@ -45,14 +46,17 @@ class WholeGroups:
         elif key in self._entries:
             self._remove(key)
 
+    @abstractmethod
     def _tokens(self, entry: Any) -> int:
-        raise NotImplementedError
+        """Of all samples of an entry."""
 
+    @abstractmethod
     def _with_tokens(self, entry: Any, tokens: int) -> Any:
-        raise NotImplementedError
+        """The entry with another length."""
 
+    @abstractmethod
     def _give_back(self, key: Key) -> None:
-        raise NotImplementedError
+        """A key is no longer with its reader."""
 
     def _add(self, entry: Any) -> None:
         self._entries[entry[-1]] = entry
