@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +13,8 @@ from typing import Any
 
 import openai
 import pytest
-from flow_helpers import read_jsonl
+from flow_helpers import read_jsonl, wait_until
+from watched_run import WatchedRun, check_whole
 
 import tranship
 from tranship.config.load import loads
@@ -40,30 +43,40 @@ def agent_recipe(recipe: Recipe, **changes: Any) -> dict[str, Any]:
 
 
 class Agent(threading.Thread):
-    """Claims samples as long as a run answers, and makes each of them by `make`."""
+    """Claims samples as long as a run answers, and makes each of them by `make`. comes_back: it looks for an endpoint
+    again when nobody answers, until `ended` is set."""
 
-    def __init__(self, run_dir: Path, make: Callable[[Agent, dict[str, Any]], None]) -> None:
+    def __init__(
+        self, run_dir: Path, make: Callable[[Agent, dict[str, Any]], None], *, comes_back: bool = False
+    ) -> None:
         super().__init__(daemon=True)
         self._run_dir = run_dir
         self._make = make
+        self._comes_back = comes_back
+        self.ended = threading.Event()
         self.samples: list[dict[str, Any]] = []
         self.turns: list[Any] = []
         self.failure: Exception | None = None
 
     def run(self) -> None:
-        where = self._where()
+        try:
+            where = self._where()
+            while where is not None:
+                self._work(where)
+                where = self._where() if self._comes_back else None
+        except Exception as error:
+            self.failure = error
+
+    def _work(self, where: dict[str, str]) -> None:
+        """Until nobody answers."""
         self.model = where["model"]
         self.client = openai.OpenAI(base_url=where["url"], api_key=where["token"], max_retries=0, timeout=60)
-        try:
+        with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError):
             while True:
                 sample = self.post("samples", {"wait_s": 5})["sample"]
                 if sample is not None:
                     self.samples.append(sample)
                     self._make(self, sample)
-        except (openai.APIConnectionError, openai.InternalServerError):
-            return
-        except Exception as error:
-            self.failure = error
 
     def post(self, name: str, body: dict[str, Any]) -> Any:
         return self.client.post(f"/tranship/{name}", body=body, cast_to=object)
@@ -76,13 +89,16 @@ class Agent(threading.Thread):
         self.turns.append(answer)
         return answer
 
-    def _where(self) -> dict[str, str]:
+    def _where(self) -> dict[str, str] | None:
+        """The endpoint of the run; None once `ended` is set."""
         deadline = time.monotonic() + FOUND_S
-        while time.monotonic() < deadline:
+        while not self.ended.wait(0.01):
             for file in self._run_dir.glob("serve/*.json"):
-                return json.loads(file.read_text())
-            time.sleep(0.01)
-        raise TimeoutError(f"no endpoint in {self._run_dir} after {FOUND_S} s")
+                with contextlib.suppress(FileNotFoundError):
+                    return json.loads(file.read_text())
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no endpoint in {self._run_dir} after {FOUND_S} s")
+        return None
 
 
 def two_turns(agent: Agent, sample: dict[str, Any]) -> None:
@@ -214,6 +230,40 @@ def test_agents_of_a_sampler_of_its_own_and_a_run_that_goes_on(recipe: Recipe, t
     steps = [row for row in read_jsonl(result.run_dir / "metrics.jsonl") if row["kind"] == "step"]
     assert len(steps) == 5
     assert max(step["staleness/max"] for step in steps) <= 1
+
+
+@pytest.mark.slow
+def test_a_killed_sampler_costs_an_agent_a_new_claim_and_the_run_no_sample(recipe: Recipe, tmp_path: Path) -> None:
+    reached, killed = threading.Event(), threading.Event()
+
+    def held_once(agent: Agent, sample: dict[str, Any]) -> None:
+        if len(agent.samples) == 10:
+            agent.turn(sample, sample["messages"])
+            reached.set()
+            killed.wait(60)
+        two_turns(agent, sample)
+
+    placed = {"runtime": "ray", "layout": "split", "threads_per_process": 1}
+    seen = {"console": "plain", "trackers": []}
+    values = agent_recipe(recipe, placement=placed, dock__staleness=1, observe=seen)
+    agent = Agent(tmp_path / "run", held_once, comes_back=True)
+    with WatchedRun(values, tmp_path) as run:
+        agent.start()
+        wait_until(reached.is_set, "the tenth sample", 240)
+        run.signal("sampler-0", signal.SIGKILL)
+        killed.set()
+        assert run.wait_for("worker_replaced")["name"] == "sampler-0.1"
+        assert [file.name for file in run.dir.glob("serve/*")] in ([], ["sampler-0.1.json"])
+        assert run.end() == 0
+    agent.ended.set()
+    agent.join(60)
+    assert agent.failure is None
+    assert check_whole(run.dir, 3)["admitted"] == 6
+    claims = [sample["id"].rsplit("-", 1) for sample in agent.samples]
+    held, token = claims[9]
+    assert [other for name, other in claims[10:] if name == held] not in ([], [token])
+    assert all(row["rollout_info"]["turns"] == 2 for row in read_jsonl(run.dir / "samples.jsonl"))
+    assert not list(run.dir.glob("serve/*"))
 
 
 @pytest.mark.parametrize(

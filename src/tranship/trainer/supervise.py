@@ -35,6 +35,7 @@ from tranship.trainer.processes import (
 )
 from tranship.trainer.team import members
 from tranship.types import RunError
+from tranship.worker.spec import endpoint_file
 from tranship.worker.weights import WeightsReady
 
 # Longer than any update or transfer that a coordinator should wait for in silence.
@@ -90,6 +91,7 @@ class Supervisor:
         self._dock_of = partial(start_dock, runtime, report, run_id, new_secret())
         self._aides = Aides(recorder, report.config.run.max_restarts)
         self._run_id = run_id
+        self._run_dir = run_dir
         self._access: DockAccess | None = None
         self._folder: str | None = None
         self._dock_deaths = 0
@@ -98,6 +100,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the dock and the workers; returns when all of them are ready."""
+        self._forget_endpoint("*")
         self._handles = [self._dock_of()]
         if make := self._aides_of_dock():
             self._await(0, self._dock_of)
@@ -276,6 +279,7 @@ class Supervisor:
                 f"(run.max_restarts {limit})"
             ) from death
         seat.handle.stop(timeout_s=0)
+        self._forget_endpoint(seat.handle.name)
         self._replaced.update(process.name for process in members(seat.handle))
         self._handles.remove(seat.handle)
         self.dock.retire(seat.handle.name)
@@ -295,6 +299,12 @@ class Supervisor:
             assert ends is not None, "samplers are replaced after they were connected"
             seat.steps.append(lambda: seat.handle.submit("connect_weights", *ends))
             seat.steps.append(lambda: seat.handle.submit("fetch_weights", self._ready))
+
+    def _forget_endpoint(self, process: str) -> None:
+        """Nobody finds the endpoint of a process that is gone any more. "*": those of all processes."""
+        file = endpoint_file(self._run_dir, process)
+        for found in file.parent.glob(file.name):
+            found.unlink(missing_ok=True)
 
     def _hear(self) -> None:
         """While the coordinator waits for the dock: give it a successor if it has died. Other news wait for `poll`."""

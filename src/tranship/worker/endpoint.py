@@ -13,7 +13,7 @@ from tranship.serve import Address, Desk, Endpoint, HttpServer, Served, SharedEn
 from tranship.serve.desk import stopping
 from tranship.stages.env_setup import make_agents
 from tranship.types import RunError
-from tranship.worker.spec import WorkerSpec
+from tranship.worker.spec import WorkerSpec, endpoint_file
 
 _JOIN_S = 30.0
 
@@ -22,7 +22,8 @@ class InRunEndpoint:
     """An HTTP server in a thread, and `engine`: what the rollout stage steps in place of the one it was made from.
     agents: the world of the rollout stage's samples, where agents make them.
 
-    RUN/serve/NAME.json, which its owner alone can read, says where it is: url, token, model. It goes when this closes.
+    RUN/serve/NAME.json, which its owner alone can read, says where it is: url, token, model. It goes when this closes;
+    that of a process which was killed is for its supervisor to remove.
     """
 
     def __init__(self, spec: WorkerSpec, name: str, engine: RolloutEngine, wakeup: threading.Event) -> None:
@@ -45,7 +46,7 @@ class InRunEndpoint:
             )
         token = read_token(None)
         self._socket = listen(Address(config.host, config.port, token))
-        self._file = Path(spec.config.run.dir) / "serve" / f"{name}.json"
+        self._file = endpoint_file(spec.config.run.dir, name)
         facts = {"url": url_of(self._socket), "token": token, "model": config.name}
         endpoint = Endpoint(served, self._desk, token, self.agents)
         self._server = HttpServer(endpoint, self._desk, lambda: _write(self._file, facts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tranship.config import Config
 from tranship.stages import StageSpec
@@ -35,3 +36,8 @@ class WorkerSpec:
     def stage(self, name: str) -> StageSpec:
         """A row of the table."""
         return next(row for row in self.table if row.name == name)
+
+
+def endpoint_file(run_dir: str | Path, process: str) -> Path:
+    """Where a process of a run says how clients reach its endpoint."""
+    return Path(run_dir) / "serve" / f"{process}.json"
