@@ -69,13 +69,15 @@ def transfer(bucket: Bucket, source: StorageFn, target: StorageFn, buffer: torch
     sent, found = xxhash.xxh3_128(), xxhash.xxh3_128()
     end = 0
     for move in bucket.moves:
-        region = _region(source(move.source_storage), move.source_box, move)
-        place, slot = _place(move, target), _slot(move, buffer)
+        region, place = _region(source(move.source_storage), move.source_box, move), _place(move, target)
+        slot = None
         if region.dtype != place.dtype or not _is_stretch(region):
+            slot = _slot(move, buffer)
             region = slot.copy_(region)
-        padding = bytes(move.offset - end)
-        sent.update(padding)
-        found.update(padding)
+        if move.offset > end:
+            padding = bytes(move.offset - end)
+            sent.update(padding)
+            found.update(padding)
         # Asked for again: a target that hands out copies does not keep what is written.
         kept = _place(move, target)
         if _is_stretch(place) and _is_stretch(kept):
@@ -83,7 +85,8 @@ def transfer(bucket: Bucket, source: StorageFn, target: StorageFn, buffer: torch
         else:
             sent.update(_bytes(region))
             place.copy_(region)
-            found.update(_bytes(slot.copy_(_place(move, target))))
+            slot = _slot(move, buffer) if slot is None else slot
+            found.update(_bytes(slot.copy_(kept)))
         end = move.offset + move.num_bytes
     padding = bytes(bucket.num_bytes - end)
     sent.update(padding)
