@@ -94,6 +94,14 @@ def test_a_run_that_is_asked_trains_the_same_weights(recipe: Recipe, tmp_path: P
     assert "policy version 8" in loaded.lines()[0]
 
 
+def test_what_a_killed_try_left_of_its_endpoints_is_gone(recipe: Recipe, tmp_path: Path) -> None:
+    stale = tmp_path / "run" / "serve" / "sampler-7.json"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("{}")
+    assert tranship.run(loads(recipe(train__steps=1))).status == "completed"
+    assert not stale.exists()
+
+
 @pytest.mark.slow
 def test_a_sampler_of_its_own_answers(recipe: Recipe, tmp_path: Path) -> None:
     changes = {"placement__runtime": "ray", "placement__layout": "split", "serve__enabled": True, "train__steps": 6}

@@ -64,7 +64,8 @@ class Dispatch(WholeGroups):
 
     def __init__(self, needs: StageNeeds) -> None:
         super().__init__(needs)
-        self._readers: dict[str, _Reader] = {}  # What is lent: its reader, and the tokens of one sample.
+        # What is kept of a key that is lent: its reader, and the tokens of one sample.
+        self._readers: dict[str, _Reader] = {}
 
     def ready(self, key: Key, facts: Facts) -> None:
         """To its place by length, behind those of its round and length."""

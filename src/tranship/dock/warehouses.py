@@ -109,6 +109,7 @@ class DistantWarehouse(Warehouse):
         self._awaited[owner] = slab.id
         self.chores[slab.id] = Chore(slab.id, nbytes)
         self.changes += 1
+        self._refusal = f"the keeper of node {self.place.name} has not made it yet"
         return None
 
     def _write_header(self, slab: Slab) -> None:

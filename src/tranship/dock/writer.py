@@ -93,8 +93,7 @@ class BlockWriter:
 
     def _full_text(self, nbytes: int, waited: float) -> str:
         use = self._call("memory_use", **self._node)
-        reason = use.refusal or "the keeper of the node's warehouse has not made it yet"
         return (
-            f"{self._owner} waited {waited:.1f} s for room for {nbytes} bytes in the dock: {reason}; "
+            f"{self._owner} waited {waited:.1f} s for room for {nbytes} bytes in the dock: {use.refusal}; "
             "raise dock.capacity_bytes, or lower dock.slab_bytes, train.batch_size or dock.staleness"
         )

@@ -70,10 +70,8 @@ def transfer(bucket: Bucket, source: StorageFn, target: StorageFn, buffer: torch
     end = 0
     for move in bucket.moves:
         region, place = _region(source(move.source_storage), move.source_box, move), _place(move, target)
-        slot = None
         if region.dtype != place.dtype or not _is_stretch(region):
-            slot = _slot(move, buffer)
-            region = slot.copy_(region)
+            region = _slot(move, buffer).copy_(region)
         if move.offset > end:
             padding = bytes(move.offset - end)
             sent.update(padding)
@@ -85,8 +83,7 @@ def transfer(bucket: Bucket, source: StorageFn, target: StorageFn, buffer: torch
         else:
             sent.update(_bytes(region))
             place.copy_(region)
-            slot = _slot(move, buffer) if slot is None else slot
-            found.update(_bytes(slot.copy_(kept)))
+            found.update(_bytes(_slot(move, buffer).copy_(kept)))
         end = move.offset + move.num_bytes
     padding = bytes(bucket.num_bytes - end)
     sent.update(padding)

@@ -136,6 +136,7 @@ class Supervisor:
         """End every process, however it is, so that others can be started in their place."""
         for handle in self._all_handles():
             handle.stop(timeout_s=0)
+        self._forget_endpoint("*")
         if self._folder is not None:
             # A dock that died has left it, and gets no successor.
             shutil.rmtree(self._folder, ignore_errors=True)

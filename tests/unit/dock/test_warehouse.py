@@ -5,10 +5,11 @@ import sys
 import pytest
 
 from tranship.dock.errors import DockFull, StaleSlab
-from tranship.dock.messages import BlockRef
+from tranship.dock.messages import BlockRef, NodePlace
 from tranship.dock.shared_folder import SharedFolder, left_by, sweep
 from tranship.dock.slab import block_bytes, check_generation, map_file
 from tranship.dock.warehouse import Warehouse
+from tranship.dock.warehouses import DistantWarehouse
 
 SLAB = 4096
 
@@ -217,3 +218,11 @@ def test_what_a_durable_dock_left_is_kept_for_its_successor_for_a_minute(tmp_pat
     os.utime(folder / "journal", (0, 0))
     assert sweep(tmp_path) == [folder.name]
     assert left_by("run", tmp_path) is None
+
+
+def test_a_warehouse_of_another_node_says_what_a_put_waits_for():
+    warehouse = DistantWarehouse(NodePlace(1, "node-b", "/nowhere", "nobody"), SLAB, 2 * SLAB)
+    assert warehouse.lease_slab("a", 100) is None
+    assert warehouse.use().refusal == "the keeper of node node-b has not made it yet"
+    assert warehouse.lease_slab("b", SLAB) is None
+    assert f"{SLAB} of {2 * SLAB} bytes (dock.capacity_bytes) are in use on node node-b" in warehouse.use().refusal
