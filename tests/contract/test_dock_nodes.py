@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -341,21 +343,37 @@ def test_a_warehouse_that_was_held_for_longer_than_a_lease_begins_anew(rig: Rig)
         assert sorted(rig.train()) == [0, 1, 2, 3]
 
 
-def test_a_full_file_system_of_a_node_is_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_system_of_a_node_is_named_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pace_s = 0.3
+    tried = threading.Semaphore(0)
+
     def full(descriptor: int, offset: int, nbytes: int) -> None:
+        tried.release()
         raise OSError(28, "No space left on device")
 
-    keeper = keeper_of(rig)
+    rig = Rig(tmp_path, lease_s=60)
+    keeper = keeper_of(rig, lease_s=3 * pace_s)
     there = rig.connect("sampler", THERE)
-    there._writer._wait_s = 0.5
     rig.admit()
     batch = there.take("rollout", max_groups=1)
     assert batch is not None
+    rows = {"response": [response_of(sample) for sample in batch.ids]}
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
+        there._writer._wait_s = 2.0
         with pytest.raises(Exception, match=r"on node node-b has no room for 65536 bytes more \(No space left"):
-            there.put(batch.ids, {"response": [response_of(sample) for sample in batch.ids]}, batch.lease, 0)
+            there.put(batch.ids, rows, batch.lease, 0)
+        tries = sum(tried.acquire(blocking=False) for _ in range(1000))
+        assert tries < 3 + 2.0 / pace_s, "once at the put, and then at the keeper's pace"
+        there._writer._wait_s = 30.0
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(there.put, batch.ids, rows, batch.lease, 0)
+            assert tried.acquire(timeout=30)
+            assert not later.done()
+            patch.undo()
+            later.result(30)
     keeper.close()
+    rig.close()
 
 
 @pytest.mark.parametrize("compact_bytes", [1, 1 << 20], ids=["from a base", "from the start"])

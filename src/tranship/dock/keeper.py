@@ -75,6 +75,7 @@ class Keeper:
         self._number = self._link.call("open_warehouse", self._node, str(self._folder.path), self._runs.address)
         self._beat = 0
         self._done: list[tuple[int, str]] = []
+        self._failed: Chore | None = None
 
     def _run(self) -> None:
         while not self._closing:
@@ -93,6 +94,11 @@ class Keeper:
         self._beat += 1
         chores = self._link.call("chores", self._number, self._beat, self._done, wait_s=self._wait_s)
         self._done = [(chore.slab, self._do(chore)) for chore in chores or ()]
+        if not chores and self._failed is not None and not self._make(self._failed):
+            # Others have freed some memory of the node: the dock asks again for what could not be made.
+            slab_path(self._folder.path, self._failed.slab).unlink()
+            self._done = [(self._failed.slab, "")]
+            self._failed = None
 
     def _stay(self) -> None:
         """Another process that sweeps leaves this folder to a successor for a while, if this one is killed."""
@@ -101,11 +107,16 @@ class Keeper:
 
     def _do(self, chore: Chore) -> str:
         """Make or remove a slab's file; returns why it could not be made."""
+        if chore.nbytes:
+            error = self._make(chore)
+            self._failed = chore if error else None
+            return error
+        with suppress(OSError):
+            slab_path(self._folder.path, chore.slab).unlink(missing_ok=True)
+        return ""
+
+    def _make(self, chore: Chore) -> str:
         path = slab_path(self._folder.path, chore.slab)
-        if not chore.nbytes:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-            return ""
         descriptor = -1
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

@@ -46,12 +46,16 @@ class DistantWarehouse(Warehouse):
         super().seal(owner)
         self._awaited.pop(owner, None)
 
+    def reopen(self, place: NodePlace) -> None:
+        """A keeper goes on for one that died."""
+        self.place = place
+        self.beat = -1
+        self._is_full = False
+
     def done(self, slab: int, error: str) -> None:
-        """The keeper has made or removed a slab's file, or could not make it (`error`)."""
+        """The keeper has made or removed a slab's file, or could not make it (`error`), or could by now."""
         chore = self.chores.pop(slab, None)
-        if chore is None:
-            return
-        if not chore.nbytes:
+        if chore is None or not chore.nbytes:
             self._is_full = False
             return
         entry = self._slabs[slab]
@@ -87,9 +91,6 @@ class DistantWarehouse(Warehouse):
         """Have the keeper make a slab, which is found free when it is there: None for now."""
         if owner in self._awaited:
             return None
-        if not self._held:
-            # Nothing of here fills the file system: it may have room by now.
-            self._is_full = False
         for free in list(self._free()):
             if not self._is_full and self._held + nbytes <= self._capacity:
                 break
@@ -144,8 +145,7 @@ class Warehouses:
         for place in self.places():
             if (place.name, place.folder) == (name, folder):
                 node = place.node
-                self._distant[node].place = NodePlace(node, name, folder, runs)
-                self._distant[node].beat = -1
+                self._distant[node].reopen(NodePlace(node, name, folder, runs))
                 break
         else:
             node = self._next
