@@ -9,8 +9,9 @@
 What comes before the values is the head: it says where each value lies, so that a reader far away asks for it first.
 
 Every section starts at a multiple of 64 bytes; all numbers are little-endian. A column whose values are arrays of one
-dtype and number of dimensions is stored raw, and read without a copy; any other column is stored value by value
-(`values.py`). Nothing is believed: sizes are checked before memory is taken, and malformed input is a ValueError.
+dtype and number of dimensions is stored raw, and read without a copy; one of numpy's scalars of one dtype, or of
+Python's floats, ints or bools alone, is one array; any other column is stored value by value (`values.py`). Nothing is
+believed: sizes are checked before memory is taken, and malformed input is a ValueError.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ _HEADER = struct.Struct("<8sHHIIIQQQ")
 _CHECKSUM_AT = _HEADER.size - 8
 _COLUMN = struct.Struct("<HBBIQQQ")
 _HAS_CHECKSUM = 1
-_RAW, _OBJECTS = 0, 1
+_RAW, _OBJECTS, _SCALARS, _NUMBERS = 0, 1, 2, 3
 _MAX_NDIM = 32
 _INT64 = np.dtype("<i8")
+_NUMBER_TYPES = {float: np.dtype("<f8"), int: _INT64, bool: np.dtype(np.bool_)}
 _dtype_of, _ndim_of = attrgetter("dtype"), attrgetter("ndim")
 
 
@@ -137,18 +139,20 @@ def _pack_column(name: bytes, values: Sequence[Any] | Ragged) -> _Part:
         return _pack_ragged(name, values)
     if isinstance(values, np.ndarray) and values.ndim > 1 and code_of(values.dtype) is not None:
         return _pack_even(name, values)
+    if (numbers := _as_numbers(values)) is not None:
+        return _pack_numbers(name, *numbers)
     raw = _as_raw(values)
     if raw is None:
         packed = [pack_value(value) for value in values]
         lengths = np.array([len(data) for data in packed], dtype="<i8")
         joined = b"".join(packed)
         return _Part(name, _OBJECTS, 0, 0, lengths, len(joined), lambda out: out.__setitem__(slice(None), joined))
-    code, arrays = raw
+    code, arrays, as_stored = raw
     ndim = arrays[0].ndim
     if ndim == 1:
         lengths = np.fromiter(map(len, arrays), _INT64, len(arrays)).reshape(len(arrays), 1)
         count = len(arrays[0]) if len(arrays) == 1 else int(lengths.sum())
-        found = Gathered(arrays, dtype_of(code), lengths)
+        found = Gathered(arrays, dtype_of(code), as_stored, lengths)
         return _Part(name, _RAW, code, 1, lengths, count * dtype_of(code).itemsize, found)
     lengths = np.array([array.shape for array in arrays], dtype="<i8").reshape(len(arrays), ndim)
     flat = [array.reshape(-1) for array in arrays]
@@ -172,6 +176,18 @@ def _pack_even(name: bytes, values: np.ndarray) -> _Part:
     return _Part(name, _RAW, code, values.ndim - 1, lengths, values.size * dtype_of(code).itemsize, write)
 
 
+def _pack_numbers(name: bytes, kind: int, numbers: np.ndarray) -> _Part:
+    """A column of single numbers."""
+    code = code_of(numbers.dtype)
+    assert code is not None, numbers.dtype
+    data = numbers.data.cast("B")
+
+    def write(out: memoryview) -> None:
+        out[:] = data
+
+    return _Part(name, kind, code, 0, np.empty(0, _INT64), len(data), write)
+
+
 def _pack_ragged(name: bytes, values: Ragged) -> _Part:
     """A column whose values lie one behind the other already."""
     code = BFLOAT16 if values.is_bfloat16 else code_of(values.values.dtype)
@@ -187,29 +203,45 @@ def _pack_ragged(name: bytes, values: Ragged) -> _Part:
     return _Part(name, _RAW, code, lengths.shape[1], lengths, values.values.size * dtype_of(code).itemsize, write)
 
 
-def _as_raw(values: Sequence[Any]) -> tuple[int, list[np.ndarray]] | None:
-    """The dtype code and the arrays, if the values are arrays of one dtype and number of dimensions."""
+def _as_raw(values: Sequence[Any]) -> tuple[int, list[np.ndarray], bool] | None:
+    """The dtype code and the arrays, if the values are arrays of one dtype and number of dimensions; and whether their
+    bytes are as they are stored, in order too."""
     if not len(values):
         return None
     kind = type(values[0])
-    if len(values) == 1 and kind is np.ndarray:
-        code = code_of(values[0].dtype)
-        return None if code is None else (code, [values[0]])
-    if kind not in (np.ndarray, Bfloat16) or len(set(map(type, values))) > 1:
+    if kind not in (np.ndarray, Bfloat16) or (len(values) > 1 and len(set(map(type, values))) > 1):
         return None
     arrays = [value.bits for value in values] if kind is Bfloat16 else list(values)
-    code = code_of(arrays[0].dtype)
-    if code is None or len(set(map(_ndim_of, arrays))) > 1:
+    if len(set(map(_ndim_of, arrays))) > 1:
         return None
-    if any(code_of(dtype) != code for dtype in set(map(_dtype_of, arrays))):
+    dtypes = set(map(_dtype_of, arrays))
+    codes = set(map(code_of, dtypes))
+    code = codes.pop()
+    if codes or code is None:
         return None
-    return (BFLOAT16 if kind is Bfloat16 else code), arrays
+    code = BFLOAT16 if kind is Bfloat16 else code
+    return code, arrays, dtypes == {dtype_of(code)}
+
+
+def _as_numbers(values: Sequence[Any]) -> tuple[int, np.ndarray] | None:
+    """The kind and one array, if the values are numpy's scalars of one dtype, or Python's numbers of one type."""
+    if not len(values):
+        return None
+    kind = type(values[0])
+    is_numpys = issubclass(kind, np.generic) and code_of(np.dtype(kind)) is not None
+    if not (is_numpys or kind in _NUMBER_TYPES) or len(set(map(type, values))) > 1:
+        return None
+    try:
+        return _SCALARS if is_numpys else _NUMBERS, np.array(values, _NUMBER_TYPES.get(kind, kind))
+    except OverflowError:
+        return None
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """The values of several rows one behind the other. values: [sum of the sizes]. ends: int64 [N + 1]: where in
-    `values` each row starts, and where the last one ends. shapes: int64 [N, ndim]. is_bfloat16: the values are bits."""
+    `values` each row starts, and where the last one ends. shapes: int64 [N, ndim] (of single numbers: [N, 0]).
+    is_bfloat16: the values are bits."""
 
     values: np.ndarray
     ends: np.ndarray
@@ -237,7 +269,7 @@ class Column:
     ) -> None:
         self._kind = kind
         self._dtype = dtype
-        self._values = np.frombuffer(data, dtype_of(dtype)) if kind == _RAW else data
+        self._values: Any = data if kind == _OBJECTS else np.frombuffer(data, dtype_of(dtype))
         self._ends = ends
         self._shapes = shapes
         self._values_at = values_at
@@ -249,6 +281,10 @@ class Column:
         """The value of a row: a read-only view of the block for arrays, else a new object."""
         if not 0 <= row < len(self):
             raise IndexError(row)
+        if self._kind == _SCALARS:
+            return self._values[row]
+        if self._kind == _NUMBERS:
+            return self._values.item(row)
         value = self._values[int(self._ends[row]) : int(self._ends[row + 1])]
         if self._shapes is None:
             assert isinstance(value, memoryview)
@@ -259,7 +295,7 @@ class Column:
 
     def span(self, first: int, end: int) -> tuple[int, int]:
         """Where the values of the rows [first, end) lie in the block: (offset, number of bytes)."""
-        itemsize = dtype_of(self._dtype).itemsize if self._kind == _RAW else 1
+        itemsize = 1 if self._kind == _OBJECTS else dtype_of(self._dtype).itemsize
         start, stop = int(self._ends[first]), int(self._ends[end])
         return self._values_at + start * itemsize, (stop - start) * itemsize
 
@@ -322,7 +358,7 @@ class Block:
                 raise ValueError("malformed block: the directory is cut off")
             name_bytes, kind, _, ndim, lengths_at, _, _ = _COLUMN.unpack_from(data, at)
             at += _COLUMN.size + name_bytes
-            length = max(length, align(lengths_at + 8 * num_rows * (ndim if kind == _RAW else 1)))
+            length = max(length, align(lengths_at + 8 * num_rows * (1 if kind == _OBJECTS else ndim)))
         if length > nbytes:
             raise ValueError(f"malformed block: a head of {length} bytes in a block of {nbytes}")
         return length
@@ -397,8 +433,10 @@ def _parse_columns(
         if name in columns:
             raise ValueError(f"malformed block: column {name!r} stands twice")
         values = _section(view, values_at, values_bytes)
-        if kind == _RAW:
-            columns[name] = _parse_raw(view, name, dtype, ndim, lengths_at, values, values_at, num_rows)
+        if kind in (_RAW, _SCALARS, _NUMBERS):
+            if kind != _RAW:
+                _check_numbers(name, kind, dtype, ndim)
+            columns[name] = _parse_raw(view, name, kind, dtype, ndim, lengths_at, values, values_at, num_rows)
             if check_values and dtype_of(dtype) == np.bool_:
                 check_bools(name, values)
         elif kind == _OBJECTS:
@@ -409,9 +447,16 @@ def _parse_columns(
     return columns
 
 
+def _check_numbers(name: str, kind: int, dtype: int, ndim: int) -> None:
+    is_known = dtype != BFLOAT16 and (kind == _SCALARS or dtype_of(dtype) in _NUMBER_TYPES.values())
+    if ndim or not is_known:
+        raise ValueError(f"malformed block: column {name!r} has numbers of {ndim} dimensions and dtype {dtype}")
+
+
 def _parse_raw(
     view: memoryview,
     name: str,
+    kind: int,
     dtype: int,
     ndim: int,
     lengths_at: int,
@@ -433,7 +478,7 @@ def _parse_raw(
             raise ValueError(f"malformed block: column {name!r} has a value of impossible size")
         sizes = np.prod(shapes, axis=1, dtype=np.int64)
     ends = _ends(name, sizes, len(values), dtype_of(dtype).itemsize)
-    return Column(values, _RAW, dtype, ends, shapes, values_at)
+    return Column(values, kind, dtype, ends, shapes, values_at)
 
 
 def check_bools(name: str, values: memoryview) -> None:

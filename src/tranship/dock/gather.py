@@ -2,33 +2,65 @@
 
 Whoever makes samples one after the other leaves the arrays of a row beside each other. A copy column by column then
 jumps at every array, and each jump waits for memory; row by row it reads on.
+
+A large block is copied by a compiled loop (`cpp/`), which is built when it is first needed; where it cannot be built,
+Python copies the same, slower.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain, cycle
+from functools import lru_cache
+from itertools import chain, cycle, pairwise
 from operator import setitem
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tranship.models.compiled import compiled
+from tranship.types import UserError
+
 _WORTH_BYTES = 2048
+# From here on a block is copied by the compiled loop, and past the caches.
+_LARGE_BYTES = 4 << 20
+# Between two pieces other threads have a turn.
+_PIECE_BYTES = 16 << 20
+_SOURCES = Path(__file__).with_name("cpp")
+_log = logging.getLogger(__name__)
 _set: Any = setitem
 
 
 class Gathered(NamedTuple):
-    """A column of one-dimensional arrays of one dtype. lengths: int64 [N, 1]."""
+    """A column of one-dimensional arrays. dtype: as it is stored. as_stored: the arrays are of it to the order of their
+    bytes. lengths: int64 [N, 1]."""
 
-    arrays: Sequence[np.ndarray]
+    arrays: list[np.ndarray]
     dtype: np.dtype
+    as_stored: bool
     lengths: np.ndarray
+
+
+class _Column(ctypes.Structure):
+    """What `cpp/gather.cpp` has to know of a column."""
+
+    _fields_ = [
+        ("arrays", ctypes.py_object),
+        ("out", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("itemsize", ctypes.c_int64),
+    ]
 
 
 def gather(columns: Sequence[tuple[memoryview, Gathered]]) -> None:
     """Copy the arrays of columns, one behind the other, each column into the bytes that are given with it."""
-    if _is_by_row(columns) and _gather_by_row(columns):
+    by_row = _is_by_row(columns)
+    if sum(len(out) for out, _ in columns) >= _LARGE_BYTES and _gather_compiled(columns, by_row=by_row):
+        return
+    if by_row and _gather_by_row(columns):
         return
     for out, column in columns:
         np.concatenate(column.arrays, out=np.frombuffer(out, column.dtype), casting="equiv")
@@ -47,6 +79,35 @@ def _is_by_row(columns: Sequence[tuple[memoryview, Gathered]]) -> bool:
 
 def _address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
+
+
+def _gather_compiled(columns: Sequence[tuple[memoryview, Gathered]], *, by_row: bool) -> bool:
+    """Whether it could be done: there is the compiled loop, and the arrays lie as they are stored."""
+    loop = _loop() if all(column.as_stored for _, column in columns) else None
+    if loop is None:
+        return False
+    outs = [np.frombuffer(out, np.uint8) for out, _ in columns]
+    places = (_Column * len(columns))()
+    for place, out, (_, column) in zip(places, outs, columns, strict=True):
+        assert int(column.lengths.sum()) * column.dtype.itemsize == len(out), "lengths that do not fill the column"
+        place.arrays, place.out, place.itemsize = column.arrays, out.ctypes.data, column.dtype.itemsize
+        place.lengths = column.lengths.ctypes.data
+    count = len(columns[0][1].arrays)
+    pieces = 1 + sum(map(len, outs)) // _PIECE_BYTES
+    ends = [count * piece // pieces for piece in range(pieces + 1)]
+    return not any(loop(places, len(columns), first, end, by_row, True) for first, end in pairwise(ends))
+
+
+@lru_cache(maxsize=1)
+def _loop() -> Any:
+    """The compiled loop; None where it cannot be built."""
+    try:
+        loop = ctypes.PyDLL(str(compiled(_SOURCES))).gather
+    except (OSError, UserError) as error:
+        _log.info("the dock copies arrays without its compiled loop, slower: %s", error)
+        return None
+    loop.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_int] * 2]
+    return loop
 
 
 def _gather_by_row(columns: Sequence[tuple[memoryview, Gathered]]) -> bool:

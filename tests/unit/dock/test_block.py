@@ -35,6 +35,8 @@ def same(a, b) -> bool:
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, np.generic):
+        return a.tobytes() == b.tobytes()
     if isinstance(a, float):
         return np.float64(a).tobytes() == np.float64(b).tobytes()
     return a == b
@@ -58,6 +60,14 @@ def same(a, b) -> bool:
         [np.arange(2, dtype=np.int64), np.arange(2, dtype=np.int32)],
         [np.ones(2), np.ones((2, 2))],
         [np.float32(0.1), np.int64(2**60), np.bool_(True)],
+        [np.float32(0.1), np.float32("nan"), np.float32(-0.0)],
+        [np.bool_(True), np.bool_(False)],
+        [np.uint64(2**64 - 1)],
+        [0, -(2**63), 2**63 - 1],
+        [0, 2**63],
+        [True, False],
+        [True, 1],
+        [1.0, 1],
         [{"nested": np.arange(6, dtype=np.uint8).reshape(2, 3), "b": Bfloat16(np.zeros(2, np.uint16))}],
         ["\ud800 lone surrogate"],
     ],

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tranship.dock import gather as module
@@ -16,11 +20,15 @@ from tranship.types import SampleId
 DTYPES = ["<i4", "<i8", "<f4", "<f2", "<u2", "|b1", ">i4"]
 
 
-def packed(rows, columns):
+def written(rows, columns):
     block = pack(rows, columns)
     data = bytearray(block.nbytes)
     block.write_into(memoryview(data), checksum=True)
-    return Block.parse(data, verify=True)
+    return data
+
+
+def packed(rows, columns):
+    return Block.parse(written(rows, columns), verify=True)
 
 
 def made(dtypes, count, longest, *, by_row, stride=1):
@@ -41,9 +49,23 @@ def made(dtypes, count, longest, *, by_row, stride=1):
     return columns
 
 
+@pytest.fixture
+def compiled_loop(monkeypatch):
+    """Every block counts as large, and as several pieces."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("there is no C++ compiler: install g++, or set CXX")
+    # Sources that cannot be built are a failure, not a reason to skip.
+    assert module._loop() is not None
+    monkeypatch.setattr(module, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(module, "_PIECE_BYTES", 1000)
+
+
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_array_arrives(dtype, by_row, monkeypatch):
+@pytest.mark.parametrize("loop", ["python", "compiled"])
+def test_every_array_arrives(dtype, by_row, loop, monkeypatch, request):
+    if loop == "compiled":
+        request.getfixturevalue("compiled_loop")
     monkeypatch.setattr(module, "_WORTH_BYTES", 0)
     rows = [SampleId(i, 0) for i in range(20)]
     for stride in (1, 2):
@@ -61,7 +83,7 @@ def test_both_orders_write_the_same_bytes(lengths, by_row):
     columns = []
     for dtype in (np.int32, np.float32):
         arrays = [np.arange(n, dtype=dtype) * (i + 1) for i, n in enumerate(lengths)]
-        columns.append(Gathered(arrays, np.dtype(dtype), np.array(lengths).reshape(-1, 1)))
+        columns.append(Gathered(arrays, np.dtype(dtype), True, np.array(lengths).reshape(-1, 1)))
     outs = [memoryview(bytearray(4 * sum(lengths))) for _ in columns]
     if by_row:
         assert module._gather_by_row(list(zip(outs, columns, strict=True)))
@@ -69,6 +91,60 @@ def test_both_orders_write_the_same_bytes(lengths, by_row):
         gather(list(zip(outs, columns, strict=True)))
     for out, column in zip(outs, columns, strict=True):
         assert bytes(out) == np.concatenate(column.arrays).tobytes()
+
+
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=30), st.booleans(), st.integers(0, 7), st.sampled_from([1, 4, 8])
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_compiled_loop_writes_what_lies_in_the_arrays_and_nothing_beside_them(
+    compiled_loop, lengths, by_row, start, itemsize
+):
+    rng = np.random.default_rng(len(lengths))
+    dtype = np.dtype({1: "u1", 4: "<i4", 8: "<f8"}[itemsize])
+    columns, room, at = [], np.full(128 + 3 * (itemsize * sum(lengths) + 64), 7, np.uint8), start * itemsize
+    spans = []
+    for _ in range(3):
+        # Anywhere in its memory, as a view of a larger array lies.
+        arrays = [rng.integers(0, 256, itemsize * (n + 2), np.uint8)[itemsize : itemsize * (n + 1)] for n in lengths]
+        columns.append(Gathered([one.view(dtype) for one in arrays], dtype, True, np.array(lengths).reshape(-1, 1)))
+        spans.append((at, at + itemsize * sum(lengths)))
+        at = spans[-1][1] + 1
+    outs = [memoryview(room)[first:end] for first, end in spans]
+    assert module._gather_compiled(list(zip(outs, columns, strict=True)), by_row=by_row)
+    for (first, end), column in zip(spans, columns, strict=True):
+        assert room[first:end].tobytes() == b"".join(one.tobytes() for one in column.arrays)
+        room[first:end] = 7
+    assert (room == 7).all()
+
+
+def test_the_compiled_loop_leaves_arrays_that_it_cannot_copy_to_others(compiled_loop):
+    room = memoryview(bytearray(80))
+    lengths = np.array([[5], [5]])
+    whole = np.arange(5, dtype=np.int64)
+    for arrays, as_stored in (
+        ([whole, np.arange(10)[::2]], True),
+        ([whole, np.arange(4)], True),
+        ([whole, whole.astype(">i8")], False),
+        ([whole, None], True),
+    ):
+        column = Gathered(arrays, np.dtype(np.int64), as_stored, lengths)
+        assert not module._gather_compiled([(room, column)], by_row=False)
+
+
+def test_without_a_compiler_python_copies(monkeypatch, tmp_path, caplog):
+    columns = made(["<f8", "<f4"], 8, 2000, by_row=True)
+    wanted = bytes(written([SampleId(i, 0) for i in range(8)], columns))
+    monkeypatch.setattr(module, "_LARGE_BYTES", 0)
+    monkeypatch.setenv("TRANSHIP_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    module._loop.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            assert bytes(written([SampleId(i, 0) for i in range(8)], columns)) == wanted
+    finally:
+        module._loop.cache_clear()
+    assert "without its compiled loop, slower: there is no C++ compiler 'no-such-compiler'" in caplog.text
 
 
 def test_rows_that_lie_beside_each_other_are_copied_row_by_row():

@@ -63,14 +63,25 @@ def test_a_larger_slab_than_the_one_that_was_made_is_made_too(make_dock):
     assert dock.lease_slab("a", 3 * SLAB, None, node) is not None
 
 
-def test_a_file_system_that_was_full_is_tried_again(make_dock):
+@pytest.mark.parametrize("says", ["there is room", "a successor"])
+def test_a_file_system_that_was_full_is_tried_again_when_its_keeper_says_so(make_dock, says):
     dock = make_dock()
     node = dock.open_warehouse("b", "/b", "tcp:127.0.0.1:1")
     dock.lease_slab("a", 100, None, node)
-    answer(dock, node, 1, "no room")
-    assert dock.memory_use(node).refusal == "no room"
+    (failed,) = dock.chores(node, 1)
+    dock.chores(node, 2, [(failed.slab, "no room")])
+    for beat in (3, 5):
+        assert dock.lease_slab("a", 100, None, node) is None
+        assert answer(dock, node, beat) == []
+        assert dock.memory_use(node).refusal == "no room"
+    before = dock.seq
+    if says == "a successor":
+        assert dock.open_warehouse("b", "/b", "tcp:127.0.0.1:2") == node
+    else:
+        dock.chores(node, 7, [(failed.slab, "")])
+    assert dock.seq > before, "whoever waits asks again"
     assert dock.lease_slab("a", 100, None, node) is None
-    assert answer(dock, node, 3) == [SLAB]
+    assert answer(dock, node, 9) == [SLAB]
     assert dock.lease_slab("a", 100, None, node) is not None
 
 

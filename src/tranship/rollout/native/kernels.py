@@ -7,11 +7,7 @@ where they cannot be built (a warning says why), the engine computes the same wi
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import shutil
-import subprocess
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tranship.models.cache import build_once, cache_root
+from tranship.models.compiled import compiled, processor_flags
 from tranship.types import UserError
 
 LANES = 16
@@ -28,8 +24,7 @@ QUERIES = 12
 """Queries that read keys and values together."""
 
 _SOURCES = Path(__file__).with_name("cpp")
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
-_BUILD_LIMIT_S = 120.0
+_FLAGS = ["-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 _log = logging.getLogger(__name__)
 
 
@@ -213,7 +208,7 @@ class Kernels:
 def kernels_for(device: torch.device, dim: int) -> Kernels | None:
     """The kernels for keys of `dim` elements on a device; None where torch computes: not a CPU with AVX-512, another
     kind of `dim`, or (with a warning) no working compiler."""
-    if device.type != "cpu" or dim % LANES or "avx512f" not in _processor().split():
+    if device.type != "cpu" or dim % LANES or "avx512f" not in processor_flags().split():
         return None
     return _built()
 
@@ -229,33 +224,4 @@ def _built() -> Kernels | None:
 
 def build() -> Path:
     """The library, built unless it is in the cache. Raises UserError where that cannot be done."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        raise UserError(f"there is no C++ compiler {os.environ.get('CXX', 'g++')!r}: install g++, or set CXX")
-    found = Path(compiler).resolve()
-    texts = [path.read_bytes() for path in sorted(_SOURCES.iterdir())]
-    state = [*texts, *_FLAGS, found, found.stat().st_mtime_ns, _processor()]
-    name = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
-
-    def compile_into(folder: Path) -> None:
-        _compile(compiler, folder / "kernels.so")
-
-    return build_once(cache_root() / "kernels" / name, compile_into) / "kernels.so"
-
-
-def _processor() -> str:
-    """What the processor can do, as Linux says; empty on another system."""
-    said = Path("/proc/cpuinfo")
-    lines = said.read_text().splitlines() if said.exists() else []
-    return next((line for line in lines if line.startswith("flags")), "")
-
-
-def _compile(compiler: str, library: Path) -> None:
-    sources = sorted(map(str, _SOURCES.glob("*.cpp")))
-    command = [compiler, *_FLAGS, *sources, "-o", str(library)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"{compiler} did not build {_SOURCES} within {_BUILD_LIMIT_S:.0f} s") from error
-    if done.returncode:
-        raise UserError(f"{compiler} cannot build {_SOURCES}: {done.stderr.strip()[:500]}")
+    return compiled(_SOURCES, _FLAGS)
