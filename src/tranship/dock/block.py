@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -139,29 +139,71 @@ def _pack_column(name: bytes, values: Sequence[Any] | Ragged) -> _Part:
         return _pack_ragged(name, values)
     if isinstance(values, np.ndarray) and values.ndim > 1 and code_of(values.dtype) is not None:
         return _pack_even(name, values)
-    if (numbers := _as_numbers(values)) is not None:
-        return _pack_numbers(name, *numbers)
-    raw = _as_raw(values)
-    if raw is None:
-        packed = [pack_value(value) for value in values]
-        lengths = np.array([len(data) for data in packed], dtype="<i8")
-        joined = b"".join(packed)
-        return _Part(name, _OBJECTS, 0, 0, lengths, len(joined), lambda out: out.__setitem__(slice(None), joined))
-    code, arrays, as_stored = raw
-    ndim = arrays[0].ndim
+    kind = type(values[0]) if len(values) else None
+    if kind is not None and (len(values) == 1 or len(set(map(type, values))) == 1):
+        part = _pack_arrays(name, values) if kind in (np.ndarray, Bfloat16) else _pack_numbers(name, kind, values)
+        if part is not None:
+            return part
+    packed = [pack_value(value) for value in values]
+    lengths = np.array([len(data) for data in packed], dtype="<i8")
+    joined = b"".join(packed)
+    return _Part(name, _OBJECTS, 0, 0, lengths, len(joined), lambda out: out.__setitem__(slice(None), joined))
+
+
+def _pack_arrays(name: bytes, values: Sequence[Any]) -> _Part | None:
+    """A column of arrays; None unless they are of one dtype and number of dimensions."""
+    is_bfloat16 = isinstance(values[0], Bfloat16)
+    arrays = [value.bits for value in values] if is_bfloat16 else list(values)
+    if len(set(map(_ndim_of, arrays))) > 1:
+        return None
+    dtypes = set(map(_dtype_of, arrays))
+    codes = set(map(code_of, dtypes))
+    code = codes.pop()
+    if codes or code is None:
+        return None
+    code = BFLOAT16 if is_bfloat16 else code
+    dtype, ndim = dtype_of(code), arrays[0].ndim
     if ndim == 1:
         lengths = np.fromiter(map(len, arrays), _INT64, len(arrays)).reshape(len(arrays), 1)
         count = len(arrays[0]) if len(arrays) == 1 else int(lengths.sum())
-        found = Gathered(arrays, dtype_of(code), as_stored, lengths)
-        return _Part(name, _RAW, code, 1, lengths, count * dtype_of(code).itemsize, found)
+        return _Part(
+            name, _RAW, code, 1, lengths, count * dtype.itemsize, Gathered(arrays, dtype, dtypes == {dtype}, lengths)
+        )
     lengths = np.array([array.shape for array in arrays], dtype="<i8").reshape(len(arrays), ndim)
     flat = [array.reshape(-1) for array in arrays]
-    nbytes = sum(array.size for array in arrays) * dtype_of(code).itemsize
 
     def write(out: memoryview) -> None:
-        np.concatenate(flat, out=np.frombuffer(out, dtype_of(code)), casting="equiv")
+        np.concatenate(flat, out=np.frombuffer(out, dtype), casting="equiv")
 
-    return _Part(name, _RAW, code, ndim, lengths, nbytes, write)
+    return _Part(name, _RAW, code, ndim, lengths, sum(array.size for array in arrays) * dtype.itemsize, write)
+
+
+def _pack_numbers(name: bytes, kind: type, values: Sequence[Any]) -> _Part | None:
+    """A column of single numbers; None unless `kind`, which all are of, is one of numpy's scalars or Python's numbers,
+    and all of them fit into its dtype."""
+    dtype = _number_dtype(kind)
+    if dtype is None:
+        return None
+    try:
+        numbers = np.array(values, dtype)
+    except OverflowError:
+        return None
+    code = code_of(dtype)
+    assert code is not None, dtype
+    data = numbers.data.cast("B")
+
+    def write(out: memoryview) -> None:
+        out[:] = data
+
+    return _Part(name, _NUMBERS if kind in _NUMBER_TYPES else _SCALARS, code, 0, np.empty(0, _INT64), len(data), write)
+
+
+@lru_cache(maxsize=64)
+def _number_dtype(kind: type) -> np.dtype | None:
+    """How single numbers of a type are stored; None if they are not."""
+    if issubclass(kind, np.generic) and code_of(np.dtype(kind)) is not None:
+        return np.dtype(kind)
+    return _NUMBER_TYPES.get(kind)
 
 
 def _pack_even(name: bytes, values: np.ndarray) -> _Part:
@@ -174,18 +216,6 @@ def _pack_even(name: bytes, values: np.ndarray) -> _Part:
         np.copyto(np.frombuffer(out, dtype_of(code)).reshape(values.shape), values, casting="equiv")
 
     return _Part(name, _RAW, code, values.ndim - 1, lengths, values.size * dtype_of(code).itemsize, write)
-
-
-def _pack_numbers(name: bytes, kind: int, numbers: np.ndarray) -> _Part:
-    """A column of single numbers."""
-    code = code_of(numbers.dtype)
-    assert code is not None, numbers.dtype
-    data = numbers.data.cast("B")
-
-    def write(out: memoryview) -> None:
-        out[:] = data
-
-    return _Part(name, kind, code, 0, np.empty(0, _INT64), len(data), write)
 
 
 def _pack_ragged(name: bytes, values: Ragged) -> _Part:
@@ -201,40 +231,6 @@ def _pack_ragged(name: bytes, values: Ragged) -> _Part:
 
     lengths = values.shapes.astype("<i8", copy=False)
     return _Part(name, _RAW, code, lengths.shape[1], lengths, values.values.size * dtype_of(code).itemsize, write)
-
-
-def _as_raw(values: Sequence[Any]) -> tuple[int, list[np.ndarray], bool] | None:
-    """The dtype code and the arrays, if the values are arrays of one dtype and number of dimensions; and whether their
-    bytes are as they are stored, in order too."""
-    if not len(values):
-        return None
-    kind = type(values[0])
-    if kind not in (np.ndarray, Bfloat16) or (len(values) > 1 and len(set(map(type, values))) > 1):
-        return None
-    arrays = [value.bits for value in values] if kind is Bfloat16 else list(values)
-    if len(set(map(_ndim_of, arrays))) > 1:
-        return None
-    dtypes = set(map(_dtype_of, arrays))
-    codes = set(map(code_of, dtypes))
-    code = codes.pop()
-    if codes or code is None:
-        return None
-    code = BFLOAT16 if kind is Bfloat16 else code
-    return code, arrays, dtypes == {dtype_of(code)}
-
-
-def _as_numbers(values: Sequence[Any]) -> tuple[int, np.ndarray] | None:
-    """The kind and one array, if the values are numpy's scalars of one dtype, or Python's numbers of one type."""
-    if not len(values):
-        return None
-    kind = type(values[0])
-    is_numpys = issubclass(kind, np.generic) and code_of(np.dtype(kind)) is not None
-    if not (is_numpys or kind in _NUMBER_TYPES) or len(set(map(type, values))) > 1:
-        return None
-    try:
-        return _SCALARS if is_numpys else _NUMBERS, np.array(values, _NUMBER_TYPES.get(kind, kind))
-    except OverflowError:
-        return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import socket
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -112,17 +112,18 @@ class DockLink:
             raise ConnectionLost(f"the dock at {self._address} is gone: {error}") from error
 
     def _await(self, limit_s: float) -> None:
-        """Return when there is something to read, or after the limit."""
+        """Call `meanwhile` every now and then until there is something to read; without it the read itself waits."""
+        if self._meanwhile is None:
+            return
+        if self._stream.fileno() < 0:
+            raise ConnectionLost("it was closed here")
+        poll = select.poll()
+        poll.register(self._stream, select.POLLIN)
         until = time.monotonic() + limit_s
-        while self._meanwhile is not None and time.monotonic() < until:
-            self._stream.settimeout(min(_LOOK_S, limit_s))
-            try:
-                self._stream.recv(1, socket.MSG_PEEK)
-            except TimeoutError:
-                self._meanwhile()
-            else:
-                break
-        self._stream.settimeout(limit_s)
+        while not poll.poll(1e3 * min(_LOOK_S, limit_s)):
+            self._meanwhile()
+            if time.monotonic() >= until:
+                raise TimeoutError
 
 
 class DockProxy:

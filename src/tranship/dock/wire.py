@@ -187,7 +187,7 @@ def _optional(codec: Codec) -> Codec:
 def _list_of(codec: Codec, kind: type = list) -> Codec:
     return Codec(
         lambda values: [codec.encode(value) for value in values],
-        lambda plain: kind(codec.decode(value) for value in _items(plain)),
+        lambda plain: kind([codec.decode(value) for value in _items(plain)]),
     )
 
 
@@ -195,12 +195,15 @@ def _record(kind: type, *codecs: Codec) -> Codec:
     """A type that is its fields, in order."""
     names = list(kind.__annotations__)
     assert len(names) == len(codecs), kind
+    encoders = [(name, codec.encode) for name, codec in zip(names, codecs, strict=True)]
+    decoders = [codec.decode for codec in codecs]
 
     def encode(value: Any) -> list[Any]:
-        return [codec.encode(getattr(value, name)) for name, codec in zip(names, codecs, strict=True)]
+        return [encode_field(getattr(value, name)) for name, encode_field in encoders]
 
     def decode(plain: Any) -> Any:
-        return kind(*(codec.decode(v) for v, codec in zip(_fields(plain, len(codecs)), codecs, strict=True)))
+        fields = _fields(plain, len(decoders))
+        return kind(*[decode_field(field) for decode_field, field in zip(decoders, fields, strict=True)])
 
     return Codec(encode, decode)
 
