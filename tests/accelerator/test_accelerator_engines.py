@@ -15,6 +15,7 @@ from tranship.algorithms.objective import make_loss
 from tranship.config.schema import AlgorithmConfig, OptimizerConfig, TrainConfig
 from tranship.rollout import GroupRequest
 from tranship.rollout.native.engine import NativeEngine
+from tranship.rollout.native.recorded import Record, cuda_recorder
 from tranship.train import packed_steps
 from tranship.train.transformers_engine import TransformersEngine
 from tranship.types import Response, SampleId, Sampling, TrainBatch, sample_seed
@@ -25,7 +26,7 @@ PROMPT = np.arange(3, 60, dtype=np.int32)
 
 
 @torch.no_grad()
-def sampler(model_dir: Path, device: str, dtype: str) -> NativeEngine:
+def sampler(model_dir: Path, device: str, dtype: str, record: Record | None = None) -> NativeEngine:
     engine = NativeEngine(
         model_dir,
         dtype=dtype,
@@ -35,6 +36,7 @@ def sampler(model_dir: Path, device: str, dtype: str) -> NativeEngine:
         on_update="recompute",
         deterministic=False,
         eos_token_ids=(2,),
+        record=record,
     )
     tensors = load_file(model_dir / "model.safetensors")
     engine.begin_update()
@@ -81,6 +83,25 @@ def test_the_same_seeds_give_the_same_tokens(device: str, model_dir: Path) -> No
     assert len({ids.tobytes() for ids in first.values()}) > 1
     same = sum(np.array_equal(first[name], second[name]) for name in first)
     assert same >= 11, "rounding may turn one draw, not most of them"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_steps_that_are_graphs_give_the_same_tokens(device: str, model_dir: Path, dtype: str) -> None:
+    if device != "cuda":
+        pytest.skip(f"CUDA graphs need a CUDA device, and this one is {device}")
+    plain = {r.sample: r for r in sample(sampler(model_dir, device, dtype), 1.0)}
+    recorded = sampler(model_dir, device, dtype, cuda_recorder(torch.device(device)))
+    for _ in range(2):  # The second time all sizes have their graphs.
+        found = {r.sample: r for r in sample(recorded, 1.0)}
+        gaps, same = [], 0
+        for name, response in plain.items():
+            wanted, given = response.token_ids, found[name].token_ids
+            size = min(len(wanted), len(given))
+            alike = int(np.cumprod(wanted[:size] == given[:size]).sum())
+            gaps.append(np.abs(response.logprobs[:alike] - found[name].logprobs[:alike]).max(initial=0.0))
+            same += alike == len(wanted) == len(given)
+        assert max(gaps) <= (1e-4 if dtype == "fp32" else 0.1)
+        assert dtype != "fp32" or same >= 11, "rounding may turn one draw, not most of them"
 
 
 def trainer(model_dir: Path, device: str, precision: str = "fp32", **train: object) -> TransformersEngine:

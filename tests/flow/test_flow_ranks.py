@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from flow_helpers import ray_nodes, read_jsonl
 from test_serve_in_run import Client
@@ -128,3 +129,12 @@ def tensors(run_dir: Path) -> dict[str, np.ndarray]:
 def test_what_cannot_be_spread_is_said_before_the_start(recipe: Recipe, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         preflight(loads(recipe(**{"rollout__tensor_parallel": 2, **changes})))
+
+
+def test_graphs_without_their_device_are_refused_before_the_start(recipe: Recipe) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(
+        UserError, match=r"rollout\.cuda_graphs needs a CUDA device, and this run has .*set it to false"
+    ):
+        preflight(loads(recipe(rollout__cuda_graphs=True, run__deterministic=False)))

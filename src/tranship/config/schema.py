@@ -118,6 +118,10 @@ class RolloutConfig(Section):
         ge=1,
         description="Processes that hold one sampler's model together (native; placement.layout=split).",
     )
+    cuda_graphs: bool = Field(
+        default=False,
+        description="Decode steps are recorded and replayed (native; dense models on CUDA; never run there).",
+    )
 
 
 class EnvConfig(Section):
@@ -583,6 +587,8 @@ class Config(Section):
             )
         if self.rollout.tensor_parallel > 1:
             self._check_tensor_parallel()
+        if self.rollout.cuda_graphs:
+            self._check_cuda_graphs()
         if self.dock.capacity_bytes < 2 * self.dock.slab_bytes:
             raise ValueError(
                 f"dock.capacity_bytes {self.dock.capacity_bytes} has no room for two slabs of dock.slab_bytes "
@@ -619,6 +625,19 @@ class Config(Section):
                 f"rollout.tensor_parallel {size} needs processes that only sample: use placement.runtime=ray and "
                 "placement.layout=split, or tensor_parallel=1"
             )
+
+    def _check_cuda_graphs(self) -> None:
+        for key, value, fits in (
+            ("rollout.engine", self.rollout.engine, self.rollout.engine == "native"),
+            ("rollout.tensor_parallel", self.rollout.tensor_parallel, self.rollout.tensor_parallel == 1),
+            ("placement.device", self.placement.device, self.placement.device in ("auto", "cuda")),
+            ("run.deterministic", self.run.deterministic, not self.run.deterministic),
+        ):
+            if not fits:
+                raise ValueError(
+                    f"rollout.cuda_graphs is for the native engine in one process on CUDA, and {key} is {value}: set "
+                    "cuda_graphs=false"
+                )
 
     def _check_agents(self) -> None:
         if not self.serve.agents:

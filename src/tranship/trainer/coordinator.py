@@ -29,7 +29,7 @@ from tranship.worker.describe import unpack_tokens
 # Leases that are over are ended within this, or a quarter of their length.
 _EXPIRY_S = 1.0
 # Settings of rollout that leave what is sampled as it is.
-_SAME_SCORES = {"engine", "group_size", "max_running", "on_update", "tensor_parallel"}
+_SAME_SCORES = {"engine", "group_size", "max_running", "on_update", "tensor_parallel", "cuda_graphs"}
 
 
 class Coordinator:

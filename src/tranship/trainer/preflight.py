@@ -24,6 +24,7 @@ from tranship.models.tokenizer import load_tokenizer, template_system_prompt
 from tranship.observe import check_port, check_trackers
 from tranship.rewards import make_pool
 from tranship.rollout import ROLLOUT_ENGINES
+from tranship.rollout.native.recorded import check_recordable
 from tranship.rollout.native.shape import read_shape
 from tranship.rollout.native.split import split_shape
 from tranship.rollout.vllm.core import check_installed
@@ -153,6 +154,8 @@ def preflight(config: Config, *, training: bool = True) -> Report:
     model = check_folder(model_dir, need_chat_template=False, trust_remote_code=config.model.trust_remote_code)
     if num_ranks > 1:
         split_shape(read_shape(model_dir, max_tokens=1), Share(0, num_ranks))
+    if config.rollout.cuda_graphs:
+        _check_cuda_graphs(model_dir, device)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     encoding = _env_prompts(config, tokenizer, model)
     train = _load("data.train", config, tokenizer, model.context_length, encoding)
@@ -242,6 +245,12 @@ def _other_model(config: Config, path: str | None, model_dir: Path) -> Path | No
     folder = locate(path)
     check_same_tokens(model_dir, folder, config.model.trust_remote_code)
     return folder
+
+
+def _check_cuda_graphs(model_dir: Path, device: str) -> None:
+    if device != "cuda":
+        raise UserError(f"rollout.cuda_graphs needs a CUDA device, and this run has {device}: set it to false")
+    check_recordable(read_shape(model_dir, max_tokens=1), model_dir)
 
 
 def _threads(config: Config, num_workers: int, device: str) -> int:

@@ -21,6 +21,7 @@ _FREE = (
     "data.val",
     "rollout.max_running",
     "rollout.tensor_parallel",
+    "rollout.cuda_graphs",
     "env.num_workers",
     "env.step_timeout_s",
     "env.memory_bytes",

@@ -14,6 +14,7 @@ from tranship.rollout import ROLLOUT_ENGINES, RolloutEngine
 from tranship.rollout.native.engine import NativeEngine
 from tranship.rollout.native.leader import LeadingEngine
 from tranship.rollout.native.ranks import Ranks
+from tranship.rollout.native.recorded import cuda_recorder
 from tranship.train import CRITIC_ENGINES, TRAIN_ENGINES, CriticEngine, TrainEngine
 from tranship.train.reward_model import RewardModel
 from tranship.types import Sampling, UserError
@@ -29,7 +30,10 @@ def build_rollout_engine(spec: WorkerSpec, decode: Decode, host: str) -> Rollout
     if rollout.tensor_parallel > 1:
         return LeadingEngine(*build_native_rank(spec, decode, 0), host)
     engine_class = resolve(rollout.engine, ROLLOUT_ENGINES, "rollout.engine")
-    engine: RolloutEngine = engine_class(Path(spec.model_dir), **_engine_settings(spec, decode))
+    settings = _engine_settings(spec, decode)
+    if rollout.cuda_graphs:
+        settings["record"] = cuda_recorder(torch.device(spec.device))
+    engine: RolloutEngine = engine_class(Path(spec.model_dir), **settings)
     if run.deterministic and not engine.capabilities.deterministic:
         raise UserError(
             f"run.deterministic: rollout.engine {rollout.engine!r} on {spec.device} cannot repeat bit for bit: "

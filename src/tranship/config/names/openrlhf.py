@@ -66,6 +66,7 @@ _NAMES: tuple[tuple[str, str, str], ...] = (
     ("colocate_all_models", "placement.layout", "true is fused here"),
     ("vllm_num_engines", "placement.num_samplers", ""),
     ("vllm_tensor_parallel_size", "rollout.tensor_parallel", ""),
+    ("enforce_eager", "rollout.cuda_graphs", "the opposite; of the native engine here"),
     ("async_queue_size", "dock.staleness", "a bound on batches in the queue there"),
     ("save_steps", "checkpoint.every_steps", note.NEVER),
     ("max_ckpt_num", "checkpoint.keep_last", ""),

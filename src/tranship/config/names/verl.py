@@ -41,6 +41,7 @@ _NAMES: tuple[tuple[str, str, str], ...] = (
     (f"{_ROLLOUT}.ignore_eos", "rollout.ignore_eos", ""),
     (f"{_ROLLOUT}.max_num_seqs", "rollout.max_running", ""),
     (f"{_ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel", ""),
+    (f"{_ROLLOUT}.enforce_eager", "rollout.cuda_graphs", "the opposite; of the native engine here"),
     (f"{_ROLLOUT}.response_length", "rollout.max_response_tokens", ""),
     (f"{_ROLLOUT}.prompt_length", "data.max_prompt_tokens", ""),
     (f"{_ROLLOUT}.val_kwargs.n", "validation.samples_per_prompt", ""),

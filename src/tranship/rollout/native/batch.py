@@ -35,7 +35,8 @@ class Batch:
     """Samples in slots. In deterministic mode prompts are prefilled alone, not shared, and partial responses replayed
     token by token, so that no product's shape depends on the neighbours or on the sample's own history.
 
-    shape: of what lies here; ranks: those that have the rest, and the same samples in the same slots."""
+    shape: of what lies here; ranks: those that have the rest, and the same samples in the same slots. fixed_step: see
+    `num_columns`; deterministic mode has its own."""
 
     def __init__(
         self,
@@ -51,8 +52,9 @@ class Batch:
         kernels: Kernels | None,
         decode: Decode | None = None,
         ranks: Ranks | None = None,
+        fixed_step: int | None = None,
     ) -> None:
-        step = FIXED_COLUMNS if deterministic else None
+        step = FIXED_COLUMNS if deterministic else fixed_step
         compiled = kernels is not None
         self._kernels = kernels
         self._rows_together = max(1, QUERIES // shape.heads_per_kv)

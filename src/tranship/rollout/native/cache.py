@@ -64,6 +64,16 @@ class KvTable:
         return self._room
 
     @property
+    def rows(self) -> int:
+        """Rows that there is memory for."""
+        return self._rows
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Equal where the same operations on the table read and write the same memory."""
+        return self._rows, self._room, self.columns, *self.storages
+
+    @property
     def num_layers(self) -> int:
         """Layers of the model."""
         return self._shape.num_layers

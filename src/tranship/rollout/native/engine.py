@@ -21,6 +21,7 @@ from tranship.rollout.native.batch import Batch
 from tranship.rollout.native.kernels import kernels_for
 from tranship.rollout.native.model import Chunk, Model
 from tranship.rollout.native.ranks import Ranks
+from tranship.rollout.native.recorded import COLUMNS, Record, check_recordable
 from tranship.rollout.native.requests import Group, make_group
 from tranship.rollout.native.shape import read_shape
 from tranship.rollout.native.split import split_shape
@@ -53,7 +54,7 @@ class NativeEngine:
     response then goes on, to the bit, as if it had never stopped. ignore_eos: every response runs to its cap.
     decode: token ids to text, for stop strings; None: they are refused. ranks: engines of other processes that hold the
     rest of the model; every one of them must be told the same, in the same order (`leader` does so). None: all of the
-    model is here.
+    model is here. record: of decode steps as graphs (see `recorded`), of dense models; None: none is recorded.
     """
 
     def __init__(
@@ -70,20 +71,23 @@ class NativeEngine:
         ignore_eos: bool = False,
         decode: Decode | None = None,
         ranks: Ranks | None = None,
+        record: Record | None = None,
     ) -> None:
         self._device = torch.device(device)
         if deterministic:
             _check_deterministic(dtype, self._device)
         share = Share() if ranks is None else ranks.share
         whole = read_shape(Path(model_dir), max_tokens)
+        if record is not None:
+            check_recordable(whole, model_dir)
         self._shape = split_shape(whole, share)
         self._max_tokens = max_tokens
         self._eos_token_ids = eos_token_ids
         self._ignore_eos = ignore_eos
         self._decode = decode
         self.capabilities = Capabilities(deterministic=deterministic, partial_rollout=True)
-        # Its bits must not depend on whether there is a compiler.
-        kernels = None if deterministic else kernels_for(self._device, self._shape.head_dim)
+        # Bits of deterministic mode must not depend on whether there is a compiler.
+        kernels = None if deterministic or record is not None else kernels_for(self._device, self._shape.head_dim)
         self._weights = Weights(whole, DTYPES[dtype], self._device, share)
         self._model = Model(
             self._shape,
@@ -93,6 +97,8 @@ class NativeEngine:
             fixed_columns=deterministic,
             kernels=kernels,
             ranks=ranks,
+            record=record,
+            max_rows=max_running,
         )
         self._batch = Batch(
             self._shape,
@@ -106,6 +112,7 @@ class NativeEngine:
             kernels=kernels,
             decode=decode,
             ranks=ranks,
+            fixed_step=None if record is None else COLUMNS,
         )
         self._queue: deque[Group] = deque()
         self._ended: list[Response] = []

@@ -21,6 +21,7 @@ from tranship.rollout.native.linear import Linear, make_linear
 from tranship.rollout.native.mlp import FeedForward, make_feed_forward
 from tranship.rollout.native.norm import RmsNorm
 from tranship.rollout.native.ranks import Ranks
+from tranship.rollout.native.recorded import Record, RecordedDecode
 from tranship.rollout.native.shape import ModelShape
 from tranship.rollout.native.step import CompiledStep, compiled_step
 from tranship.rollout.native.summed import WholeLogits
@@ -55,6 +56,7 @@ class Model:
 
     fixed_columns: attention reads keys and values in blocks of `FIXED_COLUMNS`. kernels: compute what lies between
     the products; None: torch does. shape: of what lies here; ranks: those that have the rest, and run the same passes.
+    record: of decode steps of up to `max_rows` rows, without kernels; None: the device is told anew at every step.
     """
 
     def __init__(
@@ -67,10 +69,18 @@ class Model:
         fixed_columns: bool,
         kernels: Kernels | None,
         ranks: Ranks | None = None,
+        record: Record | None = None,
+        max_rows: int = 0,
     ) -> None:
+        assert record is None or kernels is None, "kernels of the CPU cannot be recorded"
         self._shape = shape
         self._device = device
         self._ranks = ranks
+        self._recorded = (
+            None
+            if record is None
+            else RecordedDecode(self._decode, record, device, max_rows=max_rows, vocab=shape.vocab)
+        )
         self._fixed_columns = fixed_columns
         self._kernels = kernels
         self._decode_attention: DecodeAttention = (
@@ -87,6 +97,8 @@ class Model:
     def free(self) -> None:
         """Drop the prepared weights."""
         self._prepared = None
+        if self._recorded is not None:
+            self._recorded.clear()
 
     @property
     def _ready(self) -> Prepared:
@@ -180,6 +192,9 @@ class Model:
 
         The tables must have room for it.
         """
+        return (self._recorded or self._decode)(rows, prompts, responses)
+
+    def _decode(self, rows: DecodeRows, prompts: KvTable, responses: KvTable) -> torch.Tensor:
         turns_N = self._turns.index_select(0, rows.prompt_length_N + rows.column_N)
         x_NH = functional.embedding(rows.token_N, self._ready.embed)
         if self._ready.step is not None:
