@@ -164,18 +164,14 @@ def _pack_arrays(name: bytes, values: Sequence[Any]) -> _Part | None:
     code = BFLOAT16 if is_bfloat16 else code
     dtype, ndim = dtype_of(code), arrays[0].ndim
     if ndim == 1:
-        lengths = np.fromiter(map(len, arrays), _INT64, len(arrays)).reshape(len(arrays), 1)
-        count = len(arrays[0]) if len(arrays) == 1 else int(lengths.sum())
-        return _Part(
-            name, _RAW, code, 1, lengths, count * dtype.itemsize, Gathered(arrays, dtype, dtypes == {dtype}, lengths)
-        )
-    lengths = np.array([array.shape for array in arrays], dtype="<i8").reshape(len(arrays), ndim)
-    flat = [array.reshape(-1) for array in arrays]
-
-    def write(out: memoryview) -> None:
-        np.concatenate(flat, out=np.frombuffer(out, dtype), casting="equiv")
-
-    return _Part(name, _RAW, code, ndim, lengths, sum(array.size for array in arrays) * dtype.itemsize, write)
+        shapes = sizes = np.fromiter(map(len, arrays), _INT64, len(arrays)).reshape(len(arrays), 1)
+    else:
+        shapes = np.array([array.shape for array in arrays], _INT64).reshape(len(arrays), ndim)
+        sizes = np.prod(shapes, axis=1, dtype=_INT64, keepdims=True)
+        arrays = [array.reshape(-1) for array in arrays]
+    count = len(arrays[0]) if len(arrays) == 1 else int(sizes.sum())
+    gathered = Gathered(arrays, dtype, dtypes == {dtype}, sizes)
+    return _Part(name, _RAW, code, ndim, shapes, count * dtype.itemsize, gathered)
 
 
 def _pack_numbers(name: bytes, kind: type, values: Sequence[Any]) -> _Part | None:

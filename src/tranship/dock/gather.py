@@ -36,7 +36,7 @@ _set: Any = setitem
 
 class Gathered(NamedTuple):
     """A column of one-dimensional arrays. dtype: as it is stored. as_stored: the arrays are of it to the order of their
-    bytes. lengths: int64 [N, 1]."""
+    bytes. lengths: int64 [N, 1], contiguous."""
 
     arrays: list[np.ndarray]
     dtype: np.dtype
