@@ -47,7 +47,7 @@ def cuda_recorder(device: torch.device) -> Record:
 
 
 class RecordedDecode:
-    """Runs a decode step as a graph from its third time in one shape on; at the second it is recorded.
+    """Runs a decode step as a graph from its second time in one shape on, when it is recorded.
 
     run: the step, which asks nothing of the host that depends on values. max_rows: slots of the batch. What it returns
     holds until the next step. `clear` must follow every change of the weights' addresses.
