@@ -24,9 +24,10 @@ import numpy as np
 from tranship.models.compiled import compiled
 from tranship.types import UserError
 
+# Of an array: smaller ones are not worth a look at where they lie, nor a way past the caches.
 _WORTH_BYTES = 2048
-# From here on a block is copied by the compiled loop, and past the caches.
-_LARGE_BYTES = 4 << 20
+# From here on a block is copied by the compiled loop.
+_LARGE_BYTES = 1 << 19
 # Between two pieces other threads have a turn.
 _PIECE_BYTES = 16 << 20
 _SOURCES = Path(__file__).with_name("cpp")
@@ -95,7 +96,8 @@ def _gather_compiled(columns: Sequence[tuple[memoryview, Gathered]], *, by_row: 
     count = len(columns[0][1].arrays)
     pieces = 1 + sum(map(len, outs)) // _PIECE_BYTES
     ends = [count * piece // pieces for piece in range(pieces + 1)]
-    return not any(loop(places, len(columns), first, end, by_row, True) for first, end in pairwise(ends))
+    past_caches = sum(map(len, outs)) >= _WORTH_BYTES * count * len(columns)
+    return not any(loop(places, len(columns), first, end, by_row, past_caches) for first, end in pairwise(ends))
 
 
 @lru_cache(maxsize=1)

@@ -63,7 +63,7 @@ void stream(char* out, const char* in, size_t nbytes) {
 }
 
 // Whether the array was as long as its column says.
-bool copy(Column& column, int64_t row, bool is_large) {
+bool copy(Column& column, int64_t row, bool past_caches) {
     View view;
     Object* array = PyList_GetItem(column.arrays, row);
     if (array == nullptr || PyObject_GetBuffer(array, &view, 0) != 0) {
@@ -72,7 +72,7 @@ bool copy(Column& column, int64_t row, bool is_large) {
     }
     bool is_right = view.nbytes == column.lengths[row] * column.itemsize;
     if (is_right) {
-        if (is_large)
+        if (past_caches)
             stream(column.out, view.data, view.nbytes);
         else
             memcpy(column.out, view.data, view.nbytes);
@@ -84,16 +84,16 @@ bool copy(Column& column, int64_t row, bool is_large) {
 
 }
 
-// The rows [first, end) of columns, row by row or column by column. is_large: more than the caches hold. Returns 0, or
-// -1 for an array that does not lie in one piece, or is not as long as was said.
-extern "C" int gather(Column* columns, int64_t num_columns, int64_t first, int64_t end, int by_row, int is_large) {
+// The rows [first, end) of columns, row by row or column by column. past_caches: this processor is not to keep them.
+// Returns 0, or -1 for an array that does not lie in one piece, or is not as long as was said.
+extern "C" int gather(Column* columns, int64_t num_columns, int64_t first, int64_t end, int by_row, int past_caches) {
     bool is_right = true;
     if (by_row) {
         for (int64_t row = first; row < end && is_right; ++row)
-            for (int64_t i = 0; i < num_columns && is_right; ++i) is_right = copy(columns[i], row, is_large);
+            for (int64_t i = 0; i < num_columns && is_right; ++i) is_right = copy(columns[i], row, past_caches);
     } else {
         for (int64_t i = 0; i < num_columns && is_right; ++i)
-            for (int64_t row = first; row < end && is_right; ++row) is_right = copy(columns[i], row, is_large);
+            for (int64_t row = first; row < end && is_right; ++row) is_right = copy(columns[i], row, past_caches);
     }
 #if defined(__SSE2__)
     _mm_sfence();
