@@ -73,6 +73,22 @@ class ProductArguments(ctypes.Structure):
 NOTHING, ADD, GATE = range(3)
 
 
+class ExpertsArguments(ctypes.Structure):
+    """Routed experts of one layer; all tensors contiguous. x [rows, hidden]. chosen int64 and shares float32 [rows,
+    top_k]: the experts of each row, and what their results count. gate_up, down int64 [count]: addresses of the packed
+    weights [2 mlp, hidden] (of a gate) and [hidden, mlp] of each expert. wide: fp32, else bf16. inputs [rows x top_k,
+    hidden], gated [rows x top_k, mlp], made [rows x top_k, hidden]: room. out float32 [rows, hidden]: the sum over a
+    row's experts, in their order.
+    """
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "chosen", "shares", "gate_up", "down")),
+        *((name, ctypes.c_int64) for name in ("rows", "hidden", "mlp", "count", "top_k")),
+        ("wide", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("inputs", "gated", "made", "out")),
+    ]
+
+
 class LayerArguments(ctypes.Structure):
     """The packed weights of a dense layer, its norms' weights and its biases (null where there is none). head_norm:
     over each query and key head, [heads x (repeat + 1), dim]."""
@@ -121,7 +137,17 @@ class Kernels:
         self._pack.argtypes = [pointer, number, number, single, pointer]
         self._step = functions.tranship_step
         self._step.argtypes = [ctypes.POINTER(StepArguments)]
-        for function in (self._attend, self._norm, self._draw, self._product, self._pack, self._step):
+        self._experts = functions.tranship_experts
+        self._experts.argtypes = [ctypes.POINTER(ExpertsArguments)]
+        for function in (
+            self._attend,
+            self._norm,
+            self._draw,
+            self._product,
+            self._pack,
+            self._step,
+            self._experts,
+        ):
             function.restype = None
         self._set_threads = functions.omp_set_num_threads
         self._set_threads.argtypes = [single]
@@ -153,6 +179,10 @@ class Kernels:
     def step(self, arguments: StepArguments) -> None:
         """Write the logits; keep the new tokens' keys and values."""
         self._run(self._step, arguments)
+
+    def experts(self, arguments: ExpertsArguments) -> None:
+        """Write what the experts make of the rows."""
+        self._run(self._experts, arguments)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """x [N, ..., D] over its root mean square of the last dimension, times weight ([..., D] without N); all but the

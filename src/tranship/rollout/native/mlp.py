@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from tranship.rollout.native.kernels import Kernels
+from tranship.rollout.native.kernels import ExpertsArguments, Kernels
 from tranship.rollout.native.linear import make_gated, make_linear
 from tranship.rollout.native.norm import RmsNorm, fold_norm
 from tranship.rollout.native.ranks import Ranks
@@ -69,9 +69,8 @@ class DenseMlp:
 
 
 class ExpertMlp:
-    """Routed experts, and those that every token passes. Tokens are sorted by expert; each expert runs once.
+    """Routed experts, and those that every token passes.
 
-    What a token gets does not depend on the others: its experts' products are added in the order of its choice.
     ranks: those that have other columns of every expert; what all experts make is summed over them once.
     """
 
@@ -88,7 +87,7 @@ class ExpertMlp:
         gate_up, down = weights[f"{own}.experts.gate_up"], weights[f"{own}.experts.down"]
         self._norm = RmsNorm(weights[f"{own}.mlp_norm"], shape.norm_eps, gate_up.device, kernels)
         self._router = Router(experts, weights[f"{own}.router"], weights.get(f"{own}.correction"), kernels)
-        self._experts = [GatedMlp(gate_up[index], down[index], kernels=kernels) for index in range(experts.num_experts)]
+        self._routed = make_routed(gate_up, down, kernels)
         self._shared = None
         if experts.shared_mlp:
             biases = weights.get(f"{own}.shared.gate_up_bias"), once(weights.get(f"{own}.shared.down_bias"), ranks)
@@ -98,10 +97,33 @@ class ExpertMlp:
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         normed_NH = self._norm(x_NH)
-        chosen_NK, share_NK = self._router(normed_NH)
+        total_NH = self._routed(normed_NH, *self._router(normed_NH))
+        if self._ranks is not None:
+            total_NH = total_NH if self._shared is None else total_NH.add_(self._shared(normed_NH))
+            return x_NH + self._ranks.sum(total_NH).to(x_NH.dtype)
+        out = x_NH + total_NH.to(x_NH.dtype)
+        return out if self._shared is None else self._shared.add(normed_NH, out)
+
+
+class Routed(Protocol):
+    """What the chosen experts make of each token. It does not depend on the other tokens: the experts' products are
+    added in the order of its choice."""
+
+    def __call__(self, x_NH: torch.Tensor, chosen_NK: torch.Tensor, share_NK: torch.Tensor) -> torch.Tensor:
+        """float32 [N, H]: the sum of what the experts int64 [N, K] make, times their shares float32 [N, K]."""
+        ...
+
+
+class PlainExperts:
+    """Tokens are sorted by expert; each expert runs once."""
+
+    def __init__(self, experts: list[GatedMlp]) -> None:
+        self._experts = experts
+
+    def __call__(self, x_NH: torch.Tensor, chosen_NK: torch.Tensor, share_NK: torch.Tensor) -> torch.Tensor:
         order = chosen_NK.flatten().argsort(stable=True)
         counts = torch.bincount(chosen_NK.flatten(), minlength=len(self._experts)).tolist()
-        inputs = normed_NH.index_select(0, order // chosen_NK.shape[1])
+        inputs = x_NH.index_select(0, order // chosen_NK.shape[1])
         made = torch.empty_like(inputs)
         at = 0
         for expert, count in zip(self._experts, counts, strict=True):
@@ -112,11 +134,56 @@ class ExpertMlp:
         total_NH = torch.zeros(x_NH.shape, dtype=torch.float32, device=x_NH.device)
         for place in range(chosen_NK.shape[1]):
             total_NH.addcmul_(made_NKH[:, place].float(), share_NK[:, place, None])
-        if self._ranks is not None:
-            total_NH = total_NH if self._shared is None else total_NH.add_(self._shared(normed_NH))
-            return x_NH + self._ranks.sum(total_NH).to(x_NH.dtype)
-        out = x_NH + total_NH.to(x_NH.dtype)
-        return out if self._shared is None else self._shared.add(normed_NH, out)
+        return total_NH
+
+
+class CompiledExperts:
+    """All experts in one call of the compiled kernels."""
+
+    def __init__(self, kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._kernels = kernels
+        self._packed = [
+            (kernels.pack(one, gate=True), kernels.pack(other, gate=False))
+            for one, other in zip(gate_up, down, strict=True)
+        ]
+        self._places = torch.tensor([[weight.data_ptr() for weight in pair] for pair in self._packed]).t().contiguous()
+        self._mlp = down.shape[2]
+
+    def __call__(self, x_NH: torch.Tensor, chosen_NK: torch.Tensor, share_NK: torch.Tensor) -> torch.Tensor:
+        x_NH, chosen_NK, share_NK = x_NH.contiguous(), chosen_NK.contiguous(), share_NK.contiguous()
+        rows, hidden = x_NH.shape
+        pairs = chosen_NK.numel()
+        inputs, made = torch.empty(2, pairs, hidden, dtype=x_NH.dtype)
+        gated = torch.empty(pairs, self._mlp, dtype=x_NH.dtype)
+        out = torch.empty(rows, hidden)
+        gate_up, down = self._places
+        self._kernels.experts(
+            ExpertsArguments(
+                x=x_NH.data_ptr(),
+                chosen=chosen_NK.data_ptr(),
+                shares=share_NK.data_ptr(),
+                gate_up=gate_up.data_ptr(),
+                down=down.data_ptr(),
+                rows=rows,
+                hidden=hidden,
+                mlp=self._mlp,
+                count=len(self._packed),
+                top_k=chosen_NK.shape[1],
+                wide=x_NH.dtype == torch.float32,
+                inputs=inputs.data_ptr(),
+                gated=gated.data_ptr(),
+                made=made.data_ptr(),
+                out=out.data_ptr(),
+            )
+        )
+        return out
+
+
+def make_routed(gate_up: torch.Tensor, down: torch.Tensor, kernels: Kernels | None) -> Routed:
+    """Experts of weights [E, 2 I, H] and [E, H, I]."""
+    if kernels is not None and kernels.has_product(gate_up[0]) and kernels.has_product(down[0]):
+        return CompiledExperts(kernels, gate_up, down)
+    return PlainExperts([GatedMlp(one, other, kernels=kernels) for one, other in zip(gate_up, down, strict=True)])
 
 
 class Router:

@@ -15,6 +15,7 @@ from tranship.rollout.native import kernels as kernels_module
 from tranship.rollout.native import model as model_module
 from tranship.rollout.native.kernels import Kernels, build, kernels_for
 from tranship.rollout.native.linear import CompiledLinear, make_gated
+from tranship.rollout.native.mlp import CompiledExperts, PlainExperts, make_routed
 from tranship.rollout.native.norm import RmsNorm
 from tranship.rollout.native.sampling import RowSampling, draw
 
@@ -205,6 +206,36 @@ def test_a_step_in_one_call_is_that_by_layers_to_the_bit(
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_experts_and_latents_go_by_layers(lab, kernels, family):
     assert lab.engine(lab.folder(family))._model._ready.step is None
+
+
+@pytest.mark.parametrize("dtype", GAPS)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("rows", "experts", "chosen", "hidden", "mlp"),
+    [(1, 8, 2, 64, 32), (5, 3, 3, 34, 18), (40, 16, 4, 64, 48), (300, 4, 1, 128, 64), (33, 64, 8, 128, 30)],
+)
+def test_experts_in_one_call_make_what_they_make_one_by_one(
+    kernels, threads, dtype, count, rows, experts, chosen, hidden, mlp
+):
+    threads(count)
+    gate_up = drawn(experts, 2 * mlp, hidden, dtype=dtype) / hidden**0.5
+    down = drawn(experts, hidden, mlp, dtype=dtype, seed=1) / mlp**0.5
+    if dtype == torch.bfloat16 and "avx512_bf16" not in FLAGS:
+        assert isinstance(make_routed(gate_up, down, kernels), PlainExperts)
+        pytest.skip("this processor does not multiply bf16: the engine uses torch for it")
+    x, scores = drawn(rows, hidden, dtype=dtype, seed=2), drawn(rows, experts, seed=3)
+    # Few rows go to the last expert, and none to the first of many.
+    scores[:, 0] -= 9.0 * (experts > chosen)
+    scores[:, -1] -= 1.0
+    share_NK, chosen_NK = torch.softmax(scores, -1).topk(chosen, -1)
+    routed = make_routed(gate_up, down, kernels)
+    assert isinstance(routed, CompiledExperts)
+    made = routed(x, chosen_NK, share_NK)
+    assert made.dtype == torch.float32
+    close(made, make_routed(gate_up.float(), down.float(), None)(x.float(), chosen_NK, share_NK), dtype)
+    for row in {0, rows // 2, rows - 1}:
+        alone = routed(x[row : row + 1], chosen_NK[row : row + 1], share_NK[row : row + 1])
+        assert torch.equal(alone[0], made[row]), "a row's result depends on the rows beside it"
 
 
 @pytest.mark.parametrize("prompt", [1, 15, 16, 17, 200])

@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "experts.h"
 #include "products.h"
 #include "rows.h"
 #include "step.h"
@@ -71,6 +72,8 @@ void tranship_draw(const float* logits, int64_t rows, int64_t vocab, const float
   for (int64_t row = 0; row < rows; row++)
     draw_row(logits + row * vocab, vocab, temperature[row], uniform[row], token + row, logprob + row);
 }
+
+void tranship_experts(const Experts* e) { e->wide ? experts<float>(*e) : experts<bf16>(*e); }
 
 void tranship_step(const Step* s) { s->attend.wide ? step<float>(*s) : step<bf16>(*s); }
 }
