@@ -90,23 +90,33 @@ class ExpertsArguments(ctypes.Structure):
 
 
 class LayerArguments(ctypes.Structure):
-    """The packed weights of a dense layer, its norms' weights and its biases (null where there is none). head_norm:
-    over each query and key head, [heads x (repeat + 1), dim]."""
+    """The packed weights of a layer, its norms' weights and its biases (null where there is none). head_norm: over each
+    query and key head, [heads x (repeat + 1), dim]. router [num_experts, hidden]: null for a dense layer; else the
+    experts as in `ExpertsArguments`, of width expert_mlp, and how the router's shares are made (see `Kernels.route`).
+    """
 
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            *("attention_norm", "qkv", "qkv_bias", "head_norm", "o", "o_bias"),
-            *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
-        )
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("attention_norm", "qkv", "qkv_bias", "head_norm", "o", "o_bias"),
+                *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
+                *("router", "experts_gate_up", "experts_down"),
+            )
+        ),
+        *((name, ctypes.c_int64) for name in ("num_experts", "top_k", "expert_mlp")),
+        ("scale", ctypes.c_float),
+        ("normalised", ctypes.c_int32),
     ]
 
 
 class StepArguments(ctypes.Structure):
-    """One decode step of a dense model. attend: all but q, keys and values, which each layer has of its own, and out.
-    layers: `LayerArguments` of each. storages int64 [layers, 4]: addresses of each layer's keys, values, prompt_keys
-    and prompt_values. x [rows, hidden]: the embedded tokens, written over. normed [rows, hidden], heads [rows, heads x
-    (repeat + 2) x dim], attended [rows, heads x repeat x dim], gated [rows, mlp]: room. logits float32 [rows, vocab].
+    """One decode step. attend: all but q, keys and values, which each layer has of its own, and out. layers:
+    `LayerArguments` of each. storages int64 [layers, 4]: addresses of each layer's keys, values, prompt_keys and
+    prompt_values. x [rows, hidden]: the embedded tokens, written over. logits float32 [rows, vocab]. The rest is room:
+    normed [rows, hidden], heads [rows, heads x (repeat + 2) x dim], attended [rows, heads x repeat x dim], gated [rows,
+    mlp]; with experts, K of a row: gated for [rows x K, expert_mlp] too, scores [rows, experts], chosen int64 and
+    shares float32 [rows, K], inputs and made [rows x K, hidden].
     """
 
     _fields_ = [
@@ -116,6 +126,7 @@ class StepArguments(ctypes.Structure):
         ("eps", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("norm", "head")),
         *((name, ctypes.c_void_p) for name in ("x", "normed", "heads", "attended", "gated", "logits")),
+        *((name, ctypes.c_void_p) for name in ("scores", "chosen", "shares", "inputs", "made")),
     ]
 
 
@@ -137,6 +148,8 @@ class Kernels:
         self._pack.argtypes = [pointer, number, number, single, pointer]
         self._step = functions.tranship_step
         self._step.argtypes = [ctypes.POINTER(StepArguments)]
+        self._route = functions.tranship_route
+        self._route.argtypes = [pointer, number, number, number, single, ctypes.c_float, pointer, pointer]
         self._experts = functions.tranship_experts
         self._experts.argtypes = [ctypes.POINTER(ExpertsArguments)]
         for function in (
@@ -146,6 +159,7 @@ class Kernels:
             self._product,
             self._pack,
             self._step,
+            self._route,
             self._experts,
         ):
             function.restype = None
@@ -179,6 +193,28 @@ class Kernels:
     def step(self, arguments: StepArguments) -> None:
         """Write the logits; keep the new tokens' keys and values."""
         self._run(self._step, arguments)
+
+    def route(
+        self, logits_NE: torch.Tensor, top_k: int, *, normalised: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each row with the largest of softmax(logits), int64 [N, K], and their shares float32 [N, K]:
+        these, over their sum if normalised, times scale. logits float32."""
+        logits_NE = logits_NE.contiguous()
+        rows, count = logits_NE.shape
+        chosen = torch.empty(rows, top_k, dtype=torch.int64)
+        shares = torch.empty(rows, top_k)
+        self._run(
+            self._route,
+            logits_NE.data_ptr(),
+            rows,
+            count,
+            top_k,
+            normalised,
+            scale,
+            chosen.data_ptr(),
+            shares.data_ptr(),
+        )
+        return chosen, shares
 
     def experts(self, arguments: ExpertsArguments) -> None:
         """Write what the experts make of the rows."""

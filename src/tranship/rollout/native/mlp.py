@@ -83,26 +83,26 @@ class ExpertMlp:
         kernels: Kernels | None,
         ranks: Ranks | None,
     ) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         gate_up, down = weights[f"{own}.experts.gate_up"], weights[f"{own}.experts.down"]
-        self._norm = RmsNorm(weights[f"{own}.mlp_norm"], shape.norm_eps, gate_up.device, kernels)
-        self._router = Router(experts, weights[f"{own}.router"], weights.get(f"{own}.correction"), kernels)
-        self._routed = make_routed(gate_up, down, kernels)
-        self._shared = None
+        self.norm = RmsNorm(weights[f"{own}.mlp_norm"], shape.norm_eps, gate_up.device, kernels)
+        self.router = Router(experts, weights[f"{own}.router"], weights.get(f"{own}.correction"), kernels)
+        self.routed = make_routed(gate_up, down, kernels)
+        self.shared = None
         if experts.shared_mlp:
             biases = weights.get(f"{own}.shared.gate_up_bias"), once(weights.get(f"{own}.shared.down_bias"), ranks)
-            self._shared = GatedMlp(
+            self.shared = GatedMlp(
                 weights[f"{own}.shared.gate_up"], weights[f"{own}.shared.down"], *biases, kernels=kernels
             )
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
-        normed_NH = self._norm(x_NH)
-        total_NH = self._routed(normed_NH, *self._router(normed_NH))
-        if self._ranks is not None:
-            total_NH = total_NH if self._shared is None else total_NH.add_(self._shared(normed_NH))
-            return x_NH + self._ranks.sum(total_NH).to(x_NH.dtype)
+        normed_NH = self.norm(x_NH)
+        total_NH = self.routed(normed_NH, *self.router(normed_NH))
+        if self.ranks is not None:
+            total_NH = total_NH if self.shared is None else total_NH.add_(self.shared(normed_NH))
+            return x_NH + self.ranks.sum(total_NH).to(x_NH.dtype)
         out = x_NH + total_NH.to(x_NH.dtype)
-        return out if self._shared is None else self._shared.add(normed_NH, out)
+        return out if self.shared is None else self.shared.add(normed_NH, out)
 
 
 class Routed(Protocol):
@@ -146,17 +146,18 @@ class CompiledExperts:
             (kernels.pack(one, gate=True), kernels.pack(other, gate=False))
             for one, other in zip(gate_up, down, strict=True)
         ]
-        self._places = torch.tensor([[weight.data_ptr() for weight in pair] for pair in self._packed]).t().contiguous()
-        self._mlp = down.shape[2]
+        # int64 [2, E]: addresses of each expert's two weights.
+        self.places = torch.tensor([[weight.data_ptr() for weight in pair] for pair in self._packed]).t().contiguous()
+        self.mlp = down.shape[2]
 
     def __call__(self, x_NH: torch.Tensor, chosen_NK: torch.Tensor, share_NK: torch.Tensor) -> torch.Tensor:
         x_NH, chosen_NK, share_NK = x_NH.contiguous(), chosen_NK.contiguous(), share_NK.contiguous()
         rows, hidden = x_NH.shape
         pairs = chosen_NK.numel()
         inputs, made = torch.empty(2, pairs, hidden, dtype=x_NH.dtype)
-        gated = torch.empty(pairs, self._mlp, dtype=x_NH.dtype)
+        gated = torch.empty(pairs, self.mlp, dtype=x_NH.dtype)
         out = torch.empty(rows, hidden)
-        gate_up, down = self._places
+        gate_up, down = self.places
         self._kernels.experts(
             ExpertsArguments(
                 x=x_NH.data_ptr(),
@@ -166,7 +167,7 @@ class CompiledExperts:
                 down=down.data_ptr(),
                 rows=rows,
                 hidden=hidden,
-                mlp=self._mlp,
+                mlp=self.mlp,
                 count=len(self._packed),
                 top_k=chosen_NK.shape[1],
                 wide=x_NH.dtype == torch.float32,
@@ -197,15 +198,24 @@ class Router:
         correction_E: torch.Tensor | None,
         kernels: Kernels | None = None,
     ) -> None:
-        self._kind = experts
+        self.kind = experts
+        self.product = make_linear(weight_EH, None, kernels)
         self._dtype = weight_EH.dtype
-        self._product = make_linear(weight_EH, None, kernels)
         self._correction_E = correction_E
+        self._kernels = kernels if self.is_plain else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the largest of a softmax over all experts are chosen: what the compiled kernels can do."""
+        kind = self.kind
+        return kind.scores == "softmax" and self._correction_E is None and kind.top_groups == kind.num_groups
 
     def __call__(self, x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(experts int64 [N, K], shares float32 [N, K])."""
-        kind = self._kind
-        logits_NE = self._product(x_NH.to(self._dtype)).float()
+        kind = self.kind
+        logits_NE = self.product(x_NH.to(self._dtype)).float()
+        if self._kernels is not None:
+            return self._kernels.route(logits_NE, kind.top_k, normalised=kind.normalised, scale=kind.scale)
         scores_NE = torch.softmax(logits_NE, -1) if kind.scores == "softmax" else _sigmoid(logits_NE)
         choice_NE = scores_NE if self._correction_E is None else scores_NE + self._correction_E
         if kind.top_groups < kind.num_groups:
@@ -218,7 +228,7 @@ class Router:
 
     def _within_groups(self, choice_NE: torch.Tensor) -> torch.Tensor:
         """The scores, with -inf for experts outside the best groups."""
-        kind = self._kind
+        kind = self.kind
         grouped = choice_NE.unflatten(-1, (kind.num_groups, -1))
         best = grouped.topk(kind.best_of, -1).values.sum(-1).topk(kind.top_groups, -1).indices
         out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choice_NE.device).scatter_(1, best, False)

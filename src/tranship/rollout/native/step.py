@@ -1,4 +1,4 @@
-"""A decode step of a dense model as one call of the compiled kernels.
+"""A decode step as one call of the compiled kernels: of models with attention by heads, dense or of routed experts.
 
 Letters: N rows, H hidden, D head_dim, V vocabulary.
 """
@@ -16,7 +16,7 @@ from tranship.rollout.native.cache import KvTable
 from tranship.rollout.native.decode_attention import DecodeRows, attend_arguments
 from tranship.rollout.native.kernels import Kernels, LayerArguments, StepArguments
 from tranship.rollout.native.linear import CompiledLinear, Linear
-from tranship.rollout.native.mlp import DenseMlp, FeedForward
+from tranship.rollout.native.mlp import CompiledExperts, DenseMlp, ExpertMlp, FeedForward
 from tranship.rollout.native.norm import RmsNorm
 from tranship.rollout.native.shape import ModelShape
 from tranship.rollout.native.summed import WholeLogits
@@ -29,11 +29,13 @@ class CompiledStep:
         self,
         shape: ModelShape,
         kernels: Kernels,
-        layers: Sequence[tuple[HeadAttention, DenseMlp]],
+        layers: Sequence[tuple[HeadAttention, DenseMlp | ExpertMlp]],
         norm: RmsNorm,
         head: CompiledLinear,
     ) -> None:
         self._shape = shape
+        experts = [feed_forward.router.kind for _, feed_forward in layers if isinstance(feed_forward, ExpertMlp)]
+        self._experts = experts[0] if experts else None
         self._kernels = kernels
         self._layers = (LayerArguments * len(layers))(*(_layer_arguments(*layer) for layer in layers))
         self._norm, self._head = norm, head
@@ -47,10 +49,15 @@ class CompiledStep:
         shape, count = self._shape, len(x_NH)
         turns = torch.view_as_real(turns_N).flatten(1).contiguous()
         queries = shape.num_heads * shape.head_dim
-        widths = (shape.hidden, queries + 2 * shape.num_kv_heads * shape.head_dim, queries, shape.mlp)
-        normed, heads, attended, gated = torch.empty(count * sum(widths), dtype=x_NH.dtype).split(
-            [count * width for width in widths]
-        )
+        sizes = [shape.hidden, queries + 2 * shape.num_kv_heads * shape.head_dim, queries, shape.mlp, 0, 0, 0]
+        pairs = 0
+        if self._experts is not None:
+            pairs = self._experts.top_k
+            sizes[3] = max(shape.mlp, pairs * self._experts.mlp)
+            sizes[4:] = [self._experts.num_experts, pairs * shape.hidden, pairs * shape.hidden]
+        room = torch.empty(count * sum(sizes), dtype=x_NH.dtype).split([count * size for size in sizes])
+        normed, heads, attended, gated, scores, inputs, made = room
+        chosen, shares = torch.empty(count, pairs, dtype=torch.int64), torch.empty(count, pairs)
         storages = np.array([(*own, *shared) for own, shared in zip(responses.storages, prompts.storages, strict=True)])
         logits_NV = torch.empty(count, shape.vocab)
         arguments = StepArguments(
@@ -71,6 +78,11 @@ class CompiledStep:
             attended=attended.data_ptr(),
             gated=gated.data_ptr(),
             logits=logits_NV.data_ptr(),
+            scores=scores.data_ptr(),
+            chosen=chosen.data_ptr(),
+            shares=shares.data_ptr(),
+            inputs=inputs.data_ptr(),
+            made=made.data_ptr(),
         )
         arguments.attend.wide = x_NH.dtype == torch.float32
         arguments.attend.turns = turns.data_ptr()
@@ -85,34 +97,60 @@ def compiled_step(
     norm: RmsNorm,
     head: Linear | WholeLogits,
 ) -> CompiledStep | None:
-    """The step, if kernels compute all of it: queries, keys and values by heads, one mlp for every token."""
-    dense = [
-        (attention, feed_forward)
-        for attention, feed_forward in layers
-        if isinstance(attention, HeadAttention) and isinstance(feed_forward, DenseMlp)
-    ]
-    if kernels is None or len(dense) < len(layers) or not isinstance(head, CompiledLinear):
+    """The step, if kernels compute all of it: queries, keys and values by heads, and one mlp for every token, or routed
+    experts alone."""
+    if kernels is None or not isinstance(head, CompiledLinear):
         return None
-    products = (product for layer in dense for product in _products(*layer))
-    if not all(isinstance(product, CompiledLinear) for product in products):
-        return None
-    return CompiledStep(shape, kernels, dense, norm, head)
+    known = []
+    for attention, feed_forward in layers:
+        if not isinstance(attention, HeadAttention) or not isinstance(feed_forward, DenseMlp | ExpertMlp):
+            return None
+        if not all(isinstance(product, CompiledLinear) for product in _products(attention, feed_forward)):
+            return None
+        if isinstance(feed_forward, ExpertMlp) and not _is_plain(feed_forward):
+            return None
+        known.append((attention, feed_forward))
+    return CompiledStep(shape, kernels, known, norm, head)
 
 
-def _products(attention: HeadAttention, feed_forward: DenseMlp) -> tuple[object, ...]:
-    return attention.qkv, attention.o, feed_forward.mlp.gated, feed_forward.mlp.down
+def _is_plain(feed_forward: ExpertMlp) -> bool:
+    router = feed_forward.router
+    is_alone = feed_forward.shared is None and feed_forward.ranks is None
+    return (
+        is_alone
+        and isinstance(feed_forward.routed, CompiledExperts)
+        and router.is_plain
+        and not router.kind.fp32_router
+    )
 
 
-def _layer_arguments(attention: HeadAttention, feed_forward: DenseMlp) -> LayerArguments:
+def _products(attention: HeadAttention, feed_forward: DenseMlp | ExpertMlp) -> tuple[object, ...]:
+    own = (attention.qkv, attention.o)
+    if isinstance(feed_forward, ExpertMlp):
+        return *own, feed_forward.router.product
+    return *own, feed_forward.mlp.gated, feed_forward.mlp.down
+
+
+def _layer_arguments(attention: HeadAttention, feed_forward: DenseMlp | ExpertMlp) -> LayerArguments:
     arguments = LayerArguments(
         attention_norm=_address(attention.norm.weight),
         head_norm=None if attention.head_norm is None else _address(attention.head_norm.weight),
         mlp_norm=_address(feed_forward.norm.weight),
     )
-    for name, product in zip(("qkv", "o", "gate_up", "down"), _products(attention, feed_forward), strict=True):
+    names = ("qkv", "o", "router") if isinstance(feed_forward, ExpertMlp) else ("qkv", "o", "gate_up", "down")
+    for name, product in zip(names, _products(attention, feed_forward), strict=True):
         assert isinstance(product, CompiledLinear), product
         setattr(arguments, name, product.weight.data_ptr())
-        setattr(arguments, f"{name}_bias", _address(product.bias))
+        if name == "router":
+            assert product.bias is None, "a router with a bias"
+        else:
+            setattr(arguments, f"{name}_bias", _address(product.bias))
+    if isinstance(feed_forward, ExpertMlp):
+        kind, experts = feed_forward.router.kind, feed_forward.routed
+        assert isinstance(experts, CompiledExperts), experts
+        arguments.experts_gate_up, arguments.experts_down = (places.data_ptr() for places in experts.places)
+        arguments.num_experts, arguments.top_k, arguments.expert_mlp = kind.num_experts, kind.top_k, experts.mlp
+        arguments.scale, arguments.normalised = kind.scale, kind.normalised
     return arguments
 
 

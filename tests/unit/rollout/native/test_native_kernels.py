@@ -172,7 +172,15 @@ def test_bf16_is_as_near_to_fp32_as_without_them(lab, with_and_without, family):
     assert gaps[0] < 1.3 * gaps[1]
 
 
-DENSE = [("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {})]
+BY_HEADS = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1}),
+    ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}),
+]
 
 
 @pytest.fixture
@@ -184,7 +192,7 @@ def threads():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(("family", "config"), DENSE)
+@pytest.mark.parametrize(("family", "config"), BY_HEADS)
 def test_a_step_in_one_call_is_that_by_layers_to_the_bit(
     lab, kernels, threads, monkeypatch, family, config, count, dtype
 ):
@@ -193,7 +201,9 @@ def test_a_step_in_one_call_is_that_by_layers_to_the_bit(
     requests = [lab.group(n, lab.prompt(n, length), count=5) for n, length in enumerate((1, 16, 70))]
     engine = lab.engine(folder, dtype=dtype, max_running=15)
     in_one_call = engine._model._ready.step is not None
-    assert in_one_call == all(kernels.has_product(engine.storage(f"layers.0.{name}")) for name in ("qkv", "o", "down"))
+    experts = engine._shape.experts is not None
+    names = ("qkv", "o", "router") if experts else ("qkv", "o", "down")
+    assert in_one_call == all(kernels.has_product(engine.storage(f"layers.0.{name}")) for name in names)
     made = lab.run(engine, *requests)
     monkeypatch.setattr(model_module, "compiled_step", lambda *arguments: None)
     by_layers = lab.run(lab.engine(folder, dtype=dtype, max_running=15), *requests)
@@ -203,9 +213,32 @@ def test_a_step_in_one_call_is_that_by_layers_to_the_bit(
         assert response.logprobs.tobytes() == by_layers[sample].logprobs.tobytes()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_experts_and_latents_go_by_layers(lab, kernels, family):
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_latents_go_by_layers(lab, kernels, family):
     assert lab.engine(lab.folder(family))._model._ready.step is None
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize(("rows", "experts", "chosen"), [(1, 1, 1), (7, 8, 8), (40, 17, 3), (3000, 128, 8)])
+def test_a_router_chooses_the_largest_of_a_softmax(kernels, rows, experts, chosen, normalised):
+    logits = 3 * drawn(rows, experts)
+    share_NK, chosen_NK = torch.softmax(logits, -1).topk(chosen, -1)
+    if normalised:
+        share_NK = share_NK / share_NK.sum(-1, keepdim=True)
+    made, shares = kernels.route(logits, chosen, normalised=normalised, scale=1.5)
+    assert torch.equal(made, chosen_NK)
+    assert torch.allclose(shares, 1.5 * share_NK, rtol=1e-5, atol=1e-9)
+
+
+def test_a_router_chooses_different_experts_whatever_it_is_given(kernels):
+    logits = torch.zeros(4, 9)
+    logits[1, 3], logits[2, :] = float("nan"), float("-inf")
+    logits[3, 2] = float("inf")
+    chosen, shares = kernels.route(logits, 4, normalised=True, scale=1.0)
+    assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 9 for row in chosen.tolist())
+    assert chosen[0].tolist() == [0, 1, 2, 3]
+    assert shares[0].tolist() == [0.25] * 4
+    assert shares[1:].isnan().any(1).all(), "what is not finite stays so"
 
 
 @pytest.mark.parametrize("dtype", GAPS)

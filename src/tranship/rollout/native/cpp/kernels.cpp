@@ -73,6 +73,13 @@ void tranship_draw(const float* logits, int64_t rows, int64_t vocab, const float
     draw_row(logits + row * vocab, vocab, temperature[row], uniform[row], token + row, logprob + row);
 }
 
+void tranship_route(const float* logits, int64_t rows, int64_t count, int64_t top_k, int32_t normalised, float scale,
+                    int64_t* chosen, float* shares) {
+#pragma omp parallel for if (rows * count > SERIAL)
+  for (int64_t row = 0; row < rows; row++)
+    route_row(logits + row * count, count, top_k, normalised, scale, chosen + row * top_k, shares + row * top_k);
+}
+
 void tranship_experts(const Experts* e) { e->wide ? experts<float>(*e) : experts<bf16>(*e); }
 
 void tranship_step(const Step* s) { s->attend.wide ? step<float>(*s) : step<bf16>(*s); }
