@@ -15,7 +15,7 @@ from tranship.algorithms.objective import make_loss
 from tranship.config.schema import AlgorithmConfig, OptimizerConfig, TrainConfig
 from tranship.rollout import GroupRequest
 from tranship.rollout.native.engine import NativeEngine
-from tranship.rollout.native.recorded import Record, cuda_recorder
+from tranship.rollout.native.recorded import CudaRecorder, Record
 from tranship.train import packed_steps
 from tranship.train.transformers_engine import TransformersEngine
 from tranship.types import Response, SampleId, Sampling, TrainBatch, sample_seed
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.accelerator
 PROMPT = np.arange(3, 60, dtype=np.int32)
 
 
-@torch.no_grad()
 def sampler(model_dir: Path, device: str, dtype: str, record: Record | None = None) -> NativeEngine:
     engine = NativeEngine(
         model_dir,
@@ -38,13 +37,18 @@ def sampler(model_dir: Path, device: str, dtype: str, record: Record | None = No
         eos_token_ids=(2,),
         record=record,
     )
+    load(engine, model_dir, 4)
+    return engine
+
+
+@torch.no_grad()
+def load(engine: NativeEngine, model_dir: Path, version: int) -> None:
     tensors = load_file(model_dir / "model.safetensors")
     engine.begin_update()
     for piece in engine.pieces():
         target = engine.storage(piece.storage)[tuple(slice(*bounds) for bounds in piece.storage_box)]
         target.copy_(tensors[piece.name][tuple(slice(*bounds) for bounds in piece.box)])
-    engine.finish_update(4)
-    return engine
+    engine.finish_update(version)
 
 
 def sample(engine: NativeEngine, temperature: float) -> list[Response]:
@@ -90,8 +94,15 @@ def test_steps_that_are_graphs_give_the_same_tokens(device: str, model_dir: Path
     if device != "cuda":
         pytest.skip(f"CUDA graphs need a CUDA device, and this one is {device}")
     plain = {r.sample: r for r in sample(sampler(model_dir, device, dtype), 1.0)}
-    recorded = sampler(model_dir, device, dtype, cuda_recorder(torch.device(device)))
-    for _ in range(2):  # The second time all sizes have their graphs.
+    recorded = sampler(model_dir, device, dtype, CudaRecorder(torch.device(device)))
+    for turn in range(4):
+        # The second time all sizes have their graphs; then the weights are others, and so are they; then it has slept.
+        if turn == 2:
+            load(recorded, model_dir, 4)
+        elif turn == 3:
+            recorded.sleep()
+            recorded.wake_up()
+            load(recorded, model_dir, 4)
         found = {r.sample: r for r in sample(recorded, 1.0)}
         gaps, same = [], 0
         for name, response in plain.items():

@@ -343,6 +343,18 @@ def test_a_warehouse_that_was_held_for_longer_than_a_lease_begins_anew(rig: Rig)
         assert sorted(rig.train()) == [0, 1, 2, 3]
 
 
+def test_a_keeper_that_waits_hears_at_once_of_what_it_has_to_make(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, lease_s=600)
+    keeper = keeper_of(rig, lease_s=600)
+    there = rig.connect("sampler", THERE)
+    rig.admit()
+    start = time.monotonic()
+    rig.produce(there, 4)
+    assert time.monotonic() - start < 5, "its own look comes after 15 s"
+    keeper.close()
+    rig.close()
+
+
 def test_a_full_file_system_of_a_node_is_named_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pace_s = 0.3
     tried = threading.Semaphore(0)

@@ -118,7 +118,8 @@ class Batch:
         """Columns of all rows (a group's own column: of all groups), copied once into kept memory, one message at most.
 
         The result holds until the next `packed` into the same buffers. KeyError for a column that is not read here,
-        ValueError for one whose values are not arrays of one dtype and number of dimensions, StaleSlab.
+        ValueError for one whose values are not arrays of one dtype and number of dimensions, or single numbers of one
+        type, StaleSlab.
         """
         runs: list[Run] = []
         results: dict[str, Ragged] = {}

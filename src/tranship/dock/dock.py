@@ -457,7 +457,12 @@ class Dock:
     ) -> SlabLease | None:
         """A slab of a node to write into; see Warehouse."""
         self._expire()
-        return self.warehouse.lease_slab(owner, min_bytes, giving_up, node)
+        changes = self.warehouse.changes
+        lease = self.warehouse.lease_slab(owner, min_bytes, giving_up, node)
+        if self.warehouse.changes != changes:
+            # Its keeper waits for what it has to do.
+            self._changed()
+        return lease
 
     def open_warehouse(self, name: str, folder: str, runs: str) -> int:
         """Another node has a warehouse from now on; see Warehouses."""

@@ -28,8 +28,10 @@ from tranship.types import UserError
 _WORTH_BYTES = 2048
 # From here on a block is copied by the compiled loop.
 _LARGE_BYTES = 1 << 19
-# Between two pieces other threads have a turn.
+# Between two pieces other threads have a turn. A block with a longer row is Python's, whose copies let them run.
 _PIECE_BYTES = 16 << 20
+# A put waits for the compiler, once.
+_BUILD_LIMIT_S = 20.0
 _SOURCES = Path(__file__).with_name("cpp")
 _log = logging.getLogger(__name__)
 _set: Any = setitem
@@ -85,7 +87,8 @@ def _address(array: np.ndarray) -> int:
 def _gather_compiled(columns: Sequence[tuple[memoryview, Gathered]], *, by_row: bool) -> bool:
     """Whether it could be done: there is the compiled loop, and the arrays lie as they are stored."""
     loop = _loop() if all(column.as_stored for _, column in columns) else None
-    if loop is None:
+    ends = None if loop is None else _pieces(columns)
+    if loop is None or ends is None:
         return False
     outs = [np.frombuffer(out, np.uint8) for out, _ in columns]
     places = (_Column * len(columns))()
@@ -93,19 +96,27 @@ def _gather_compiled(columns: Sequence[tuple[memoryview, Gathered]], *, by_row: 
         assert int(column.lengths.sum()) * column.dtype.itemsize == len(out), "lengths that do not fill the column"
         place.arrays, place.out, place.itemsize = column.arrays, out.ctypes.data, column.dtype.itemsize
         place.lengths = column.lengths.ctypes.data
-    count = len(columns[0][1].arrays)
-    pieces = 1 + sum(map(len, outs)) // _PIECE_BYTES
-    ends = [count * piece // pieces for piece in range(pieces + 1)]
-    past_caches = sum(map(len, outs)) >= _WORTH_BYTES * count * len(columns)
+    past_caches = sum(map(len, outs)) >= _WORTH_BYTES * ends[-1] * len(columns)
     return not any(loop(places, len(columns), first, end, by_row, past_caches) for first, end in pairwise(ends))
+
+
+def _pieces(columns: Sequence[tuple[memoryview, Gathered]]) -> list[int] | None:
+    """The rows at which pieces end, from 0 on; None if one row is more than a piece."""
+    nbytes = sum(column.lengths[:, 0] * column.dtype.itemsize for _, column in columns)
+    assert isinstance(nbytes, np.ndarray), "no columns"
+    if int(nbytes.max()) > _PIECE_BYTES:
+        return None
+    ends = np.cumsum(nbytes)
+    cuts = np.searchsorted(ends, np.arange(_PIECE_BYTES, int(ends[-1]), _PIECE_BYTES))
+    return [0, *(cut for cut in dict.fromkeys(cuts.tolist()) if cut), len(nbytes)]
 
 
 @lru_cache(maxsize=1)
 def _loop() -> Any:
     """The compiled loop; None where it cannot be built."""
     try:
-        loop = ctypes.PyDLL(str(compiled(_SOURCES))).gather
-    except (OSError, UserError) as error:
+        loop = ctypes.PyDLL(str(compiled(_SOURCES, limit_s=_BUILD_LIMIT_S))).gather
+    except (AttributeError, OSError, UserError) as error:
         _log.info("the dock copies arrays without its compiled loop, slower: %s", error)
         return None
     loop.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_int] * 2]

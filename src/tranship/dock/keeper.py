@@ -94,11 +94,14 @@ class Keeper:
         self._beat += 1
         chores = self._link.call("chores", self._number, self._beat, self._done, wait_s=self._wait_s)
         self._done = [(chore.slab, self._do(chore)) for chore in chores or ()]
-        if not chores and self._failed is not None and not self._make(self._failed):
+        if not chores and self._failed is not None and self._has_room(self._failed.nbytes):
             # Others have freed some memory of the node: the dock asks again for what could not be made.
-            slab_path(self._folder.path, self._failed.slab).unlink()
             self._done = [(self._failed.slab, "")]
             self._failed = None
+
+    def _has_room(self, nbytes: int) -> bool:
+        found = os.statvfs(self._folder.path)
+        return found.f_bavail * found.f_frsize >= nbytes
 
     def _stay(self) -> None:
         """Another process that sweeps leaves this folder to a successor for a while, if this one is killed."""

@@ -115,12 +115,15 @@ class DockLink:
         """Call `meanwhile` every now and then until there is something to read; without it the read itself waits."""
         if self._meanwhile is None:
             return
-        if self._stream.fileno() < 0:
-            raise ConnectionLost("it was closed here")
         poll = select.poll()
-        poll.register(self._stream, select.POLLIN)
+        try:
+            poll.register(self._stream, select.POLLIN)
+        except ValueError as error:
+            raise ConnectionLost("it was closed here") from error
         until = time.monotonic() + limit_s
         while not poll.poll(1e3 * min(_LOOK_S, limit_s)):
+            if self._stream.fileno() < 0:
+                raise ConnectionLost("it was closed here")
             self._meanwhile()
             if time.monotonic() >= until:
                 raise TimeoutError

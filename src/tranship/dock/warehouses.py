@@ -31,6 +31,7 @@ class DistantWarehouse(Warehouse):
         self.beat = -1
         self._awaited: dict[str, int] = {}
         self._is_full = False
+        self._failure = ""
 
     def lease_slab(self, owner: str, min_bytes: int, giving_up: int | None = None) -> SlabLease | None:
         """A slab with room, or None: there is none yet, and the keeper may be making one."""
@@ -56,13 +57,14 @@ class DistantWarehouse(Warehouse):
         """The keeper has made or removed a slab's file, or could not make it (`error`), or could by now."""
         chore = self.chores.pop(slab, None)
         if chore is None or not chore.nbytes:
-            self._is_full = False
+            self._is_full = self._is_full and bool(error)
             return
         entry = self._slabs[slab]
         entry.state = "free"
         # Whoever is first has it; the others ask again.
         self._awaited = {owner: other for owner, other in self._awaited.items() if other != slab}
         self._is_full = bool(error)
+        self._failure = error
         if error:
             self._refusal = error
             del self._slabs[slab]
@@ -74,17 +76,18 @@ class DistantWarehouse(Warehouse):
 
     def dump(self) -> list[Any]:
         """Everything as plain values, for `load`."""
-        own = [list(self.chores.values()), list(self._awaited.items()), self._is_full, self._refusal]
+        own = [list(self.chores.values()), list(self._awaited.items()), self._is_full, self._failure, self._refusal]
         return [list(self.place), self.snapshot(), *own]
 
     @classmethod
     def load(cls, plain: Sequence[Any], slab_bytes: int, capacity_bytes: int) -> DistantWarehouse:
         """One that goes on from a dump."""
-        place, slabs, chores, awaited, is_full, refusal = plain
+        place, slabs, chores, awaited, *said = plain
         warehouse = cls(NodePlace(*place), slab_bytes, capacity_bytes)
         warehouse.restore(slabs)
         warehouse.chores = OrderedDict((chore[0], Chore(*chore)) for chore in chores)
-        warehouse._awaited, warehouse._is_full, warehouse._refusal = dict(awaited), is_full, refusal
+        warehouse._awaited = dict(awaited)
+        warehouse._is_full, warehouse._failure, warehouse._refusal = said
         return warehouse
 
     def _create(self, owner: str, nbytes: int) -> Slab | None:
@@ -110,7 +113,7 @@ class DistantWarehouse(Warehouse):
         self._awaited[owner] = slab.id
         self.chores[slab.id] = Chore(slab.id, nbytes)
         self.changes += 1
-        self._refusal = f"the keeper of node {self.place.name} has not made it yet"
+        self._refusal = self._failure or f"the keeper of node {self.place.name} has not made it yet"
         return None
 
     def _write_header(self, slab: Slab) -> None:

@@ -17,12 +17,15 @@ LOCK_TIMEOUT_S = 900.0
 
 
 def cache_root() -> Path:
-    """Where fetched things lie: `$TRANSHIP_CACHE`, `$XDG_CACHE_HOME/tranship` or `~/.cache/tranship`."""
-    if own := os.environ.get("TRANSHIP_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "tranship"
-    return Path.home() / ".cache" / "tranship"
+    """Where fetched things lie: `$TRANSHIP_CACHE`, `$XDG_CACHE_HOME/tranship` or `~/.cache/tranship`. UserError for a
+    user without a home folder."""
+    own, shared = os.environ.get("TRANSHIP_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if own:
+            return Path(own).expanduser()
+        return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "tranship"
+    except RuntimeError as error:
+        raise UserError(f"the cache has no folder: {error} Set TRANSHIP_CACHE to one that can be written") from error
 
 
 def model_folder(name: str, cache: Path | None = None) -> Path:
@@ -45,7 +48,7 @@ def build_once(folder: Path, build: Callable[[Path], None], timeout_s: float = L
                 _build_and_rename(folder, build)
     except OSError as error:
         raise UserError(
-            f"the model folder {folder} cannot be made: {error}: free some space, or set TRANSHIP_CACHE to a folder "
+            f"the folder {folder} cannot be made: {error}: free some space, or set TRANSHIP_CACHE to a folder "
             "that can be written"
         ) from error
     return folder

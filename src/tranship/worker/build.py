@@ -14,7 +14,7 @@ from tranship.rollout import ROLLOUT_ENGINES, RolloutEngine
 from tranship.rollout.native.engine import NativeEngine
 from tranship.rollout.native.leader import LeadingEngine
 from tranship.rollout.native.ranks import Ranks
-from tranship.rollout.native.recorded import cuda_recorder
+from tranship.rollout.native.recorded import CudaRecorder
 from tranship.train import CRITIC_ENGINES, TRAIN_ENGINES, CriticEngine, TrainEngine
 from tranship.train.reward_model import RewardModel
 from tranship.types import Sampling, UserError
@@ -32,7 +32,7 @@ def build_rollout_engine(spec: WorkerSpec, decode: Decode, host: str) -> Rollout
     engine_class = resolve(rollout.engine, ROLLOUT_ENGINES, "rollout.engine")
     settings = _engine_settings(spec, decode)
     if rollout.cuda_graphs:
-        settings["record"] = cuda_recorder(torch.device(spec.device))
+        settings["record"] = CudaRecorder(torch.device(spec.device))
     engine: RolloutEngine = engine_class(Path(spec.model_dir), **settings)
     if run.deterministic and not engine.capabilities.deterministic:
         raise UserError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ from tranship.dock import gather as module
 from tranship.dock.block import Block, pack
 from tranship.dock.gather import Gathered, gather
 from tranship.dock.values import Bfloat16
-from tranship.types import SampleId
+from tranship.models.cache import cache_root
+from tranship.models.compiled import compiled
+from tranship.types import SampleId, UserError
 
 DTYPES = ["<i4", "<i8", "<f4", "<f2", "<u2", "|b1", ">i4"]
 
@@ -57,7 +61,7 @@ def compiled_loop(monkeypatch):
     # Sources that cannot be built are a failure, not a reason to skip.
     assert module._loop() is not None
     monkeypatch.setattr(module, "_LARGE_BYTES", 0)
-    monkeypatch.setattr(module, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(module, "_PIECE_BYTES", 8000)
 
 
 @pytest.mark.parametrize("by_row", [True, False])
@@ -130,6 +134,55 @@ def test_the_compiled_loop_leaves_arrays_that_it_cannot_copy_to_others(compiled_
     ):
         column = Gathered(arrays, np.dtype(np.int64), as_stored, lengths)
         assert not module._gather_compiled([(room, column)], by_row=False)
+
+
+def test_pieces_are_of_about_the_same_size_and_a_long_row_is_left_to_others(compiled_loop):
+    sizes = 8 * np.array([10, 200, 0, 0, 240, 1, 1, 240, 3])
+    arrays = [np.ones(n, np.float32) for n in sizes]
+    column = Gathered(arrays, np.dtype(np.float32), True, sizes.reshape(-1, 1))
+    room = memoryview(bytearray(int(sizes.sum()) * 4))
+    ends = module._pieces([(room, column)])
+    assert ends == [0, 4, 7, 9]
+    pieces = [4 * int(sizes[first:end].sum()) for first, end in pairwise(ends)]
+    assert max(pieces) <= 2 * module._PIECE_BYTES
+    assert module._gather_compiled([(room, column)], by_row=False)
+    sizes[3] = 2001
+    assert module._pieces([(room, column)]) is None
+
+
+@pytest.mark.parametrize("cache", ["~nobody-of-that-name/cache", ""])
+def test_without_a_folder_for_the_cache_python_copies(monkeypatch, tmp_path, cache):
+    columns = made(["<f8", "<f4"], 8, 2000, by_row=True)
+    wanted = bytes(written([SampleId(i, 0) for i in range(8)], columns))
+    monkeypatch.setattr(module, "_LARGE_BYTES", 0)
+    monkeypatch.setenv("TRANSHIP_CACHE", cache)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if not cache:
+
+        def no_home():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", no_home)
+    module._loop.cache_clear()
+    try:
+        assert bytes(written([SampleId(i, 0) for i in range(8)], columns)) == wanted
+        assert module._loop() is None
+        with pytest.raises(UserError, match="Set TRANSHIP_CACHE to one that can be written"):
+            cache_root()
+    finally:
+        module._loop.cache_clear()
+
+
+@pytest.mark.parametrize(("compiler", "said"), [("true", "it made nothing"), ("not a program", "cannot be run")])
+def test_a_compiler_that_makes_nothing_is_named_and_leaves_nothing(monkeypatch, tmp_path, compiler, said):
+    path = tmp_path / "compiler"
+    path.write_text("#!/bin/sh\nexit 0\n" if compiler == "true" else "no program")
+    path.chmod(0o755)
+    monkeypatch.setenv("TRANSHIP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(path))
+    with pytest.raises(UserError, match=said):
+        compiled(module._SOURCES)
+    assert not [one for one in (tmp_path / "cache" / "kernels").iterdir() if one.is_dir()]
 
 
 def test_without_a_compiler_python_copies(monkeypatch, tmp_path, caplog):

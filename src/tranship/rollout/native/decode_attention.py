@@ -61,6 +61,10 @@ class DecodeAttention(Protocol):
         """What the queries of layer `index` attend to [N, Q D]; keeps the new keys and values."""
         ...
 
+    def end(self) -> None:
+        """The step is over: hold nothing of the cache, which may be dropped or laid out anew."""
+        ...
+
 
 class PlainAttention:
     """With torch. A prompt is read once for all rows that share it: their queries are gathered below each other."""
@@ -82,6 +86,10 @@ class PlainAttention:
         q_NQD, kv_NSD = attention.project(x_NH, self._scaled_N, self._turns_N)
         self._responses.flat(index).index_put_((self._index,), kv_NSD)
         return self._attend(q_NQD, self._shared[index], self._own[index])
+
+    def end(self) -> None:
+        del self._sharing, self._responses, self._turns_N, self._scaled_N
+        del self._index, self._mask_N1T, self._shared, self._own
 
     def _mask(self, rows: DecodeRows, prompt_columns: int, response_columns: int) -> torch.Tensor:
         """[N, 1, P + T]: 0 for the row's own prompt and its response up to now, else -inf."""
@@ -164,6 +172,9 @@ class CompiledAttention:
         arguments.out = out.data_ptr()
         self._kernels.attend(arguments)
         return out
+
+    def end(self) -> None:
+        del self._turns_N, self._factors, self._held, self._arguments
 
 
 def attend_arguments(shape: ModelShape, rows: DecodeRows, prompts: KvTable, responses: KvTable) -> AttendArguments:

@@ -203,4 +203,5 @@ class Model:
         attend.start(rows, turns_N, prompts, responses)
         for index, (attention, feed_forward) in enumerate(self._ready.layers):
             x_NH = feed_forward(attention.finish(x_NH, attend(index, attention, x_NH)))
+        attend.end()
         return self._ready.head.wide(self._ready.norm(x_NH))

@@ -9,6 +9,8 @@ Letters: N rows, P prompts, G key heads, W the most rows that share a prompt, V 
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -27,23 +29,37 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 COLUMNS = 128
 """Keys and values are read up to a multiple of so many."""
 MAX_GRAPHS = 64
+MAX_SEEN = 1024
+_log = logging.getLogger(__name__)
 
 
-def cuda_recorder(device: torch.device) -> Record:
-    """Records CUDA graphs, which share their memory: what one leaves is read before another one runs."""
-    pool: list[Any] = []
+class CudaRecorder:
+    """Records CUDA graphs. Those that are alive share their memory: what one leaves is read before another one runs."""
 
-    def record(run: Callable[[], None]) -> Callable[[], None]:
-        with torch.cuda.device(device):
-            if not pool:
-                pool.append(torch.cuda.graph_pool_handle())
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stream: Any = None
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self._device):
+            if self._stream is None:
+                # What libraries keep for a stream is made outside of the graphs' memory, which comes and goes.
+                self._stream = torch.cuda.Stream()
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    run()
+                torch.cuda.current_stream().wait_stream(self._stream)
+            if not self._alive:
+                # The memory of graphs of which none is left cannot be taken again.
+                self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Other threads of this process may ask for memory meanwhile.
-            with torch.cuda.graph(graph, pool=pool[0], capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
+        self._alive.add(graph)
         return graph.replay
-
-    return record
 
 
 class RecordedDecode:
@@ -63,16 +79,18 @@ class RecordedDecode:
         vocab: int,
     ) -> None:
         self._run = run
-        self._record = record
+        self._record: Record | None = record
         self._device = device
         self._size = round_up(max_rows), vocab
         self._logits: torch.Tensor | None = None
         self._inputs: dict[tuple[int, int, int], _Inputs] = {}
-        self._steps: OrderedDict[Any, Callable[[], None] | None] = OrderedDict()
+        self._seen: OrderedDict[Any, None] = OrderedDict()
+        self._graphs: OrderedDict[Any, Callable[[], None]] = OrderedDict()
 
     def clear(self) -> None:
         """Drop all graphs and what they read."""
-        self._steps.clear()
+        self._seen.clear()
+        self._graphs.clear()
         self._inputs.clear()
         self._logits = None
 
@@ -90,18 +108,36 @@ class RecordedDecode:
             out.copy_(self._run(padded, prompts, responses))
 
         key = (inputs.size, prompts.layout, responses.layout)
-        if key not in self._steps:
-            self._steps[key] = None
-            if len(self._steps) > MAX_GRAPHS:
-                self._steps.popitem(last=False)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+        elif not self._is_recorded(key, step):
             step()
             return out[: len(rows.token_N)]
-        replay = self._steps[key]
-        if replay is None:
-            replay = self._steps[key] = self._record(step)
-        self._steps.move_to_end(key)
-        replay()
+        self._graphs[key]()
         return out[: len(rows.token_N)]
+
+    def _is_recorded(self, key: Any, step: Callable[[], None]) -> bool:
+        """Record a shape that was there before; it has to have run once. A shape that never comes back is not worth it.
+
+        If the device cannot record a step, none is from then on.
+        """
+        if self._record is None:
+            return False
+        if key not in self._seen:
+            self._seen[key] = None
+            if len(self._seen) > MAX_SEEN:
+                self._seen.popitem(last=False)
+            return False
+        if len(self._graphs) == MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        try:
+            self._graphs[key] = self._record(step)
+        except RuntimeError as error:
+            _log.warning("decode steps run without graphs from now on, slower: one could not be recorded: %s", error)
+            self._record = None
+            self._graphs.clear()
+            return False
+        return True
 
     def _fill(self, rows: DecodeRows) -> _Inputs:
         """The kept memory of a shape, with these rows in it."""

@@ -1,9 +1,11 @@
 """Compiled kernels: the same numbers as torch, whatever the shape; torch where they cannot be built."""
 
 import ctypes
+import gc
 import logging
 import os
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +213,20 @@ def test_a_step_in_one_call_is_that_by_layers_to_the_bit(
     for sample, response in made.items():
         assert response.token_ids.tolist() == by_layers[sample].token_ids.tolist()
         assert response.logprobs.tobytes() == by_layers[sample].logprobs.tobytes()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_what_is_held_of_the_cache_goes_when_the_engine_sleeps(lab, kernels, monkeypatch, family, compiled):
+    monkeypatch.setattr(engine_module, "kernels_for", lambda device, dim: kernels if compiled else None)
+    engine = lab.engine(lab.folder(family))
+    lab.run(engine, lab.group(0, lab.prompt(0, 20)))
+    tables = engine._batch._responses, engine._batch._prompts.table
+    held = [weakref.ref(memory.untyped_storage()) for table in tables for memory in table._memory]
+    assert held
+    engine.sleep()
+    gc.collect()
+    assert not any(one() is not None for one in held)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -115,7 +117,7 @@ def test_an_engine_that_slept_records_anew(lab, recorder):
     engine = lab.engine(record=recorder)
     wanted = lab.run(engine, *work(lab)[:2])
     engine.sleep()
-    assert not engine._model._recorded._steps
+    assert not engine._model._recorded._graphs
     assert engine._model._recorded._logits is None
     engine.wake_up()
     load_folder(engine, lab.folder(), 1)
@@ -139,7 +141,21 @@ def test_few_graphs_are_kept(lab, recorder, monkeypatch):
     monkeypatch.setattr(module, "MAX_GRAPHS", 2)
     engine = lab.engine(max_running=9, record=recorder)
     same(lab.run(engine, *work(lab)), lab.run(lab.engine(max_running=9), *work(lab)), 1e-5)
-    assert len(engine._model._recorded._steps) == 2
+    assert len(engine._model._recorded._graphs) == 2
+
+
+def test_a_device_that_cannot_record_goes_on_without(lab, recorder, caplog):
+    tried = []
+
+    def cannot(run):
+        tried.append(run)
+        raise RuntimeError("out of memory")
+
+    engine = lab.engine(max_running=9, record=cannot)
+    with caplog.at_level(logging.WARNING):
+        same(lab.run(engine, *work(lab)), lab.run(lab.engine(max_running=9), *work(lab)), 1e-5)
+    assert len(tried) == 1
+    assert "without graphs from now on, slower: one could not be recorded: out of memory" in caplog.text
 
 
 def test_steps_have_few_sizes():
