@@ -292,8 +292,8 @@ class Column:
         return self._values_at + start * itemsize, (stop - start) * itemsize
 
     def piece(self, first: int, end: int) -> Ragged:
-        """The values of the rows [first, end) where they lie. ValueError if they are neither arrays nor single numbers of
-        one dtype."""
+        """The values of the rows [first, end) where they lie. ValueError if they are no arrays (or numbers) of one
+        dtype."""
         if self._shapes is None:
             raise ValueError("its values are not arrays of one dtype and number of dimensions")
         start = self._ends[first]
