@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tranship.observe import Recorder
 from tranship.runtime import Handle, Pending, ProcessDied
@@ -29,7 +29,8 @@ class Aide:
 
 @dataclass
 class _Seat:
-    """The place of an aide, and the process that fills it. joining: its `left`, while a successor gets ready."""
+    """The place of an aide, and the process that fills it. joining: its `left`, while a successor gets ready. gone: the
+    processes that have been replaced here."""
 
     aide: Aide
     handle: Handle
@@ -37,6 +38,7 @@ class _Seat:
     deaths: int = 0
     since: float = 0.0
     joining: Pending | None = None
+    gone: set[int] = field(default_factory=set)
 
 
 class Aides:
@@ -70,8 +72,13 @@ class Aides:
                 self._lose(death)
 
     def replace(self, death: ProcessDied) -> None:
-        """Start another process in the place of a dead one, if that is possible."""
+        """Start another process in the place of a dead one, if that is possible; once for each that has died."""
         seat = self._seats[death.name]
+        if death.pid in seat.gone:
+            # Its connection and its process were both heard of.
+            return
+        if death.pid:
+            seat.gone.add(death.pid)
         seat.handle.stop(timeout_s=0)
         if seat.deaths >= self._limit or not seat.aide.may_start():
             self._lose(death)

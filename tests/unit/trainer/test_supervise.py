@@ -505,6 +505,19 @@ class TestWarehouses:
         supervisor.poll(0.1)
         assert recorder.events[-1][0] == "worker_replaced"
 
+    def test_a_death_that_is_heard_of_twice_has_one_successor(
+        self, runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder
+    ) -> None:
+        for _ in range(4):
+            death = runtime.kill("warehouse-second")
+            runtime.news.append(death)
+            before = len(runtime.started)
+            supervisor.poll(0.1)
+            supervisor.poll(0.1)
+            assert len(runtime.started) == before + 1
+            supervisor.batch_trained()
+        assert "node_lost" not in [kind for kind, _ in recorder.events]
+
     def test_one_whose_node_is_gone_is_let_go(
         self, runtime: FakeRuntime, supervisor: Supervisor, recorder: FakeRecorder
     ) -> None:
