@@ -28,6 +28,7 @@ from tranship.runtime.ray_objects import RayObjects
 from tranship.types import RunError
 
 _PR_SET_PDEATHSIG = 1
+_SIG_IGN = 1
 _IDLE_S = 1.0
 
 
@@ -113,9 +114,13 @@ def settle_in(surroundings: Surroundings) -> None:
     if surroundings.folder is not None and os.path.isdir(surroundings.folder):
         os.chdir(surroundings.folder)
     sys.path.extend(path for path in surroundings.import_paths if path not in sys.path)
+    libc = ctypes.CDLL(None)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Of the whole process: there are threads already, and any of them may be the one that a signal comes to. Python's
+    # own function is for the main thread alone.
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(signal.SIGINT, _SIG_IGN)
 
 
 def limit_threads(num_threads: int | None) -> None:

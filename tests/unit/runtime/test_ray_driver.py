@@ -179,6 +179,7 @@ def test_a_stop_waits_for_the_pass_but_not_for_ever(processes, tmp_path):
 DRIVER = """
 import os, sys, time
 from tranship.runtime import start_runtime, RuntimeOptions
+from tranship.trainer.signals import StopRequest
 runtime = start_runtime("ray", RuntimeOptions(num_cores=2, object_store_bytes=100 << 20))
 hosted = {hosted!r}
 loop = runtime.start("busy", hosted + ":Bomb", {{"fuse": -1}}, kind="loop")
@@ -187,15 +188,21 @@ follower = runtime.start("follower", hosted + ":Follower", {{"counter": runtime.
 pids = [handle.pid for handle in (loop, service, follower)]
 loop.wait_ready(60)
 loop.submit("sleep", 600)
-try:
+with StopRequest(lambda: None) as stop:
     print(os.getpid(), *pids, flush=True)
-    while True:
+    while not stop.requested:
         runtime.poll(1.0)
-except KeyboardInterrupt:
-    print("interrupted", follower.call("try_fail", timeout_s=30), flush=True)
-    runtime.shutdown()
-    print("ended", flush=True)
+print("interrupted", follower.call("try_fail", timeout_s=30), flush=True)
+runtime.shutdown()
+print("ended", flush=True)
 """
+
+
+def ignored(pid):
+    """The signals that a process ignores."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 def running(pids):
@@ -235,6 +242,8 @@ def test_a_killed_driver_leaves_no_process(driver):
 @pytest.mark.slow
 def test_ctrl_c_reaches_the_driver_alone_and_ends_everything(driver):
     process, hosted, everyone = driver
+    if sys.platform == "linux":
+        assert all(signal.SIGINT in ignored(pid) for pid in hosted)
     os.killpg(process.pid, signal.SIGINT)
     for pid in hosted:
         os.kill(pid, signal.SIGINT)
