@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from flow_helpers import ray_nodes, read_jsonl
 from test_serve_in_run import Client
@@ -18,6 +18,7 @@ from watched_run import WatchedRun, check_whole, weights_of
 
 import tranship
 from tranship.config.load import loads
+from tranship.models.tiny import make_tiny
 from tranship.trainer.evaluate import evaluate, prepare
 from tranship.trainer.preflight import preflight
 from tranship.types import UserError
@@ -131,10 +132,23 @@ def test_what_cannot_be_spread_is_said_before_the_start(recipe: Recipe, changes:
         preflight(loads(recipe(**{"rollout__tensor_parallel": 2, **changes})))
 
 
-def test_graphs_without_their_device_are_refused_before_the_start(recipe: Recipe) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    with pytest.raises(
-        UserError, match=r"rollout\.cuda_graphs needs a CUDA device, and this run has .*set it to false"
-    ):
+def on_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """What this machine has is found to be another device."""
+    monkeypatch.setattr(import_module("tranship.trainer.preflight"), "resolve_device", lambda name: device)
+
+
+def test_graphs_without_their_device_are_refused_before_the_start(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device(monkeypatch, "npu")
+    with pytest.raises(UserError, match=r"rollout\.cuda_graphs needs a CUDA device, and this run has npu: set it to f"):
         preflight(loads(recipe(rollout__cuda_graphs=True, run__deterministic=False)))
+
+
+def test_graphs_of_a_mixture_are_refused_before_the_start(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on_device(monkeypatch, "cuda")
+    model = str(make_tiny(tmp_path / "mixture", family="qwen3_moe"))
+    with pytest.raises(UserError, match=r"rollout\.cuda_graphs needs a dense model"):
+        preflight(loads(recipe(rollout__cuda_graphs=True, run__deterministic=False, model__path=model)))

@@ -631,7 +631,7 @@ class Config(Section):
             ("rollout.engine", self.rollout.engine, self.rollout.engine == "native"),
             ("rollout.tensor_parallel", self.rollout.tensor_parallel, self.rollout.tensor_parallel == 1),
             ("placement.device", self.placement.device, self.placement.device in ("auto", "cuda")),
-            ("run.deterministic", self.run.deterministic, not self.run.deterministic),
+            ("run.deterministic", "true", not self.run.deterministic),
         ):
             if not fits:
                 raise ValueError(

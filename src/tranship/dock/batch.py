@@ -65,7 +65,6 @@ class Batch:
         self._columns: dict[str, list[Any]] = {}
         self._group_columns: dict[str, list[Any]] = {}
         self._runs: dict[tuple[BlockRef, int, int], list[tuple[int, int]]] = {}
-        self._segments_of: dict[str, list[_Segment]] = {}
 
     @cached_property
     def ids(self) -> list[SampleId]:
@@ -91,15 +90,14 @@ class Batch:
 
         StaleSlab if the lease ended so long ago that the memory serves others.
         """
-        found = self._columns.get(column)
-        if found is None:
+        if column not in self._columns:
             with self._unless_recycled([column]):
-                found = self._columns[column] = [
+                self._columns[column] = [
                     value
                     for place, entry in enumerate(self._entries)
                     for value in self._row_values(place, entry, column)
                 ]
-        return found
+        return self._columns[column]
 
     def group(self, column: str) -> list[Any]:
         """One value per group, of a group's own column. KeyError if it is not read here, or lies on samples."""
@@ -218,11 +216,6 @@ class Batch:
 
     def _segments(self, column: str) -> list[_Segment]:
         """Where a column lies: neighbours in one block are one segment. Counted in groups for a group's own column."""
-        if column not in self._segments_of:
-            self._segments_of[column] = self._find_segments(column)
-        return self._segments_of[column]
-
-    def _find_segments(self, column: str) -> list[_Segment]:
         refs: list[tuple[BlockRef, int]] = []
         for alike in self._alike:
             if column in self._entries[0].shared:

@@ -35,11 +35,7 @@ class NodesReader:
 
     def open(self, ref: BlockRef) -> Block:
         """A block, read-only. StaleSlab if its slab has been recycled."""
-        node = node_of_slab(ref.slab)
-        reader = self._readers.get(node)
-        if isinstance(reader, LocalReader):
-            return reader.open(ref)
-        return self._ask(node, lambda reader: reader.open(ref))
+        return self._ask(node_of_slab(ref.slab), lambda reader: reader.open(ref))
 
     def heads(self, refs: Sequence[BlockRef]) -> list[Block]:
         """Blocks whose values may not be here."""
@@ -56,9 +52,6 @@ class NodesReader:
 
     def check(self, refs: Sequence[BlockRef]) -> None:
         """StaleSlab if memory of these blocks that `open` gave holds something else by now."""
-        if len(refs) == 1:
-            self._reader(node_of_slab(refs[0].slab)).check(refs)
-            return
         for node, some in _by_node(refs, lambda ref: ref.slab).items():
             self._reader(node).check(some)
 

@@ -155,7 +155,7 @@ def test_a_wrong_value_is_told_with_its_key_and_what_is_wanted(override: str, wo
         (["run.deterministic=true", "rollout.engine=vllm"], ["rollout.engine=native"]),
         (["rollout.cuda_graphs=true", "rollout.engine=vllm"], ["rollout.engine is vllm", "cuda_graphs=false"]),
         (["rollout.cuda_graphs=true", "placement.device=cpu"], ["placement.device is cpu", "cuda_graphs=false"]),
-        (["rollout.cuda_graphs=true", "run.deterministic=true"], ["run.deterministic is True", "cuda_graphs=false"]),
+        (["rollout.cuda_graphs=true", "run.deterministic=true"], ["run.deterministic is true", "cuda_graphs=false"]),
     ],
 )
 def test_values_that_do_not_fit_each_other_are_refused_with_the_numbers(overrides: list[str], words: list[str]) -> None:

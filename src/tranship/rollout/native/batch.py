@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tranship.rollout.native.cache import KvTable, PromptRow, Prompts
-from tranship.rollout.native.decode_attention import FIXED_COLUMNS, DecodeRows, Sharing
+from tranship.rollout.native.decode_attention import DecodeRows, Sharing
 from tranship.rollout.native.finished import FinishedCache
 from tranship.rollout.native.kernels import QUERIES, Kernels
 from tranship.rollout.native.model import Chunk, Model
@@ -36,7 +36,7 @@ class Batch:
     token by token, so that no product's shape depends on the neighbours or on the sample's own history.
 
     shape: of what lies here; ranks: those that have the rest, and the same samples in the same slots. fixed_step: see
-    `num_columns`; deterministic mode has its own."""
+    `num_columns`."""
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class Batch:
         ranks: Ranks | None = None,
         fixed_step: int | None = None,
     ) -> None:
-        step = FIXED_COLUMNS if deterministic else fixed_step
         compiled = kernels is not None
         self._kernels = kernels
         self._rows_together = max(1, QUERIES // shape.heads_per_kv)
@@ -65,9 +64,9 @@ class Batch:
         self._recompute = recompute
         self._decode = decode
         self._ranks = ranks
-        self._prompts = Prompts(KvTable(shape, dtype, device, fixed_step=step, compiled=compiled))
+        self._prompts = Prompts(KvTable(shape, dtype, device, fixed_step=fixed_step, compiled=compiled))
         self._finished = FinishedCache(num_slots)
-        self._responses = KvTable(shape, dtype, device, fixed_step=step, compiled=compiled)
+        self._responses = KvTable(shape, dtype, device, fixed_step=fixed_step, compiled=compiled)
         self._sharing: Sharing | None = None
         self._broken: list[SampleId] = []
         self.slots = Slots(num_slots, max_tokens)

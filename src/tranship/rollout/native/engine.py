@@ -18,10 +18,11 @@ import torch
 from tranship.layouts import Piece, Share
 from tranship.rollout.engine import Capabilities, GroupRequest, SamplesFailed
 from tranship.rollout.native.batch import Batch
+from tranship.rollout.native.decode_attention import FIXED_COLUMNS
 from tranship.rollout.native.kernels import kernels_for
 from tranship.rollout.native.model import Chunk, Model
 from tranship.rollout.native.ranks import Ranks
-from tranship.rollout.native.recorded import COLUMNS, Record, check_recordable
+from tranship.rollout.native.recorded import Record, check_recordable
 from tranship.rollout.native.requests import Group, make_group
 from tranship.rollout.native.shape import read_shape
 from tranship.rollout.native.split import split_shape
@@ -112,7 +113,8 @@ class NativeEngine:
             kernels=kernels,
             decode=decode,
             ranks=ranks,
-            fixed_step=None if record is None else COLUMNS,
+            # Shapes of products that are to be equal to the bit, and of graphs, may not follow the lengths.
+            fixed_step=FIXED_COLUMNS if deterministic or record is not None else None,
         )
         self._queue: deque[Group] = deque()
         self._ended: list[Response] = []

@@ -26,8 +26,6 @@ from tranship.types import UserError
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Records what a function asks of the device; returns what does the same again. The function has run before."""
 
-COLUMNS = 128
-"""Keys and values are read up to a multiple of so many."""
 MAX_GRAPHS = 64
 MAX_SEEN = 1024
 _log = logging.getLogger(__name__)
@@ -108,26 +106,23 @@ class RecordedDecode:
             out.copy_(self._run(padded, prompts, responses))
 
         key = (inputs.size, prompts.layout, responses.layout)
-        if key in self._graphs:
-            self._graphs.move_to_end(key)
-        elif not self._is_recorded(key, step):
-            step()
-            return out[: len(rows.token_N)]
-        self._graphs[key]()
+        graph = self._graph(key, step)
+        (step if graph is None else graph)()
         return out[: len(rows.token_N)]
 
-    def _is_recorded(self, key: Any, step: Callable[[], None]) -> bool:
-        """Record a shape that was there before; it has to have run once. A shape that never comes back is not worth it.
-
-        If the device cannot record a step, none is from then on.
-        """
+    def _graph(self, key: Any, step: Callable[[], None]) -> Callable[[], None] | None:
+        """The graph of a shape; None if it is there for the first time: one that never comes back is not worth it, and
+        a step has to have run before it is recorded. If the device cannot record a step, none is from then on."""
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key]
         if self._record is None:
-            return False
+            return None
         if key not in self._seen:
             self._seen[key] = None
             if len(self._seen) > MAX_SEEN:
                 self._seen.popitem(last=False)
-            return False
+            return None
         if len(self._graphs) == MAX_GRAPHS:
             self._graphs.popitem(last=False)
         try:
@@ -136,8 +131,8 @@ class RecordedDecode:
             _log.warning("decode steps run without graphs from now on, slower: one could not be recorded: %s", error)
             self._record = None
             self._graphs.clear()
-            return False
-        return True
+            return None
+        return self._graphs[key]
 
     def _fill(self, rows: DecodeRows) -> _Inputs:
         """The kept memory of a shape, with these rows in it."""

@@ -96,7 +96,8 @@ void expert_product(const Experts& e, const Together& to, bool first, int64_t pa
   const T* x = (const T*)(first ? e.inputs : e.gated) + s.start * inner;
   T* out = (T*)(first ? e.gated : e.made) + s.start * width;
   const void* weight = (const void*)(first ? e.gate_up : e.down)[s.expert];
-  const Product g{x, weight, nullptr, out, s.rows, inner, first ? 2 * width : width, inner, 0, 0, first ? GATE : NOTHING, out};
+  const int64_t columns = first ? 2 * width : width;
+  const Product g{x, weight, nullptr, out, s.rows, inner, columns, inner, 0, 0, first ? GATE : NOTHING, out};
   product_share<T, T>(g, unit % parts, parts, nullptr);
 }
 
@@ -114,7 +115,7 @@ void experts(const Experts& e) {
   Together to;
   put_together(e, to);
   const int64_t pairs = e.rows * e.top_k;
-#pragma omp parallel if (pairs * e.hidden * e.mlp * 3 > (1 << 20))
+#pragma omp parallel if (pairs * e.hidden * e.mlp * 3 > WAKE)
   {
     const int64_t parts = expert_parts(to, omp_get_num_threads()), units = (int64_t)to.stretches.size() * parts;
 #pragma omp for schedule(static)

@@ -10,7 +10,6 @@
 
 namespace {
 
-constexpr int64_t WAKE = 1 << 20;    // multiplications of a product for which a second thread is woken
 constexpr int64_t SERIAL = 1 << 18;  // elements of a norm for which a second thread is not worth waking
 
 template <class T, class O>

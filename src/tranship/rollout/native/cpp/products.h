@@ -23,6 +23,7 @@ constexpr int64_t ROWS = 14;            // rows of a product whose sums are kept
 constexpr int64_t PANEL = 2 * L;        // columns of a product that are computed together
 constexpr int64_t DEEP = 12 * ROWS;     // rows that pass over a panel of the weight before the next one is read
 constexpr int64_t STRIDE = 8;           // words between two looks ahead
+constexpr int64_t WAKE = 1 << 20;       // multiplications of a product for which a second thread is woken
 constexpr int64_t SLICE = 64;           // words of a panel that are written together, within the first cache
 enum Behind { NOTHING, ADD, GATE };
 

@@ -1,5 +1,6 @@
-// One decode step of a model with attention by heads, all layers in one go: the threads meet between two parts of a layer, and are woken
-// once for a step. kernels.py says what each argument is. The numbers are those of the single kernels, to the bit.
+// One decode step of a model with attention by heads, all layers in one go: the threads meet between two parts of a
+// layer, and are woken once for a step. kernels.py says what each argument is. The numbers are those of the single
+// kernels, to the bit.
 
 #pragma once
 
